@@ -22,7 +22,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByProcesses(LoadGroupScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            own: str = super()._split_scope(nodeid)
-            return "gloo" if nodeid.startswith("tests/distributed/") else own
+            scope: str = super()._split_scope(nodeid)
+            return "gloo" if nodeid.startswith("tests/distributed/") else scope
 
     return ByProcesses(config, log)

@@ -133,12 +133,12 @@ def compared(
     """Return the best time of all choices, that of `fs.auto`, and the seconds of both searches."""
     args = arguments(program)
     start = time.perf_counter()
-    found = fs.auto(program.function, mesh, args, topology=topology)
+    result = fs.auto(program.function, mesh, args, topology=topology)
     middle = time.perf_counter()
     search = _Search(program.function, mesh, args, topology, None, {})
     best = min(every_choice(search), key=search.rank)
     least, _ = search.cost(best)
-    return least, found.time, middle - start, time.perf_counter() - middle, (best, found.in_specs)
+    return least, result.time, middle - start, time.perf_counter() - middle, (best, result.in_specs)
 
 
 def main() -> None:

@@ -51,12 +51,12 @@ def calls(mesh: Mesh) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     dims = [tuple(mesh.axes[place::2]) for place in range(2)]
     x = Spec(mesh, PartitionSpec(*dims), shape=(4096, 4096))
     rows_ = Spec(mesh, PartitionSpec(dims[0]), shape=(4096, 4096))
-    whole = Spec(mesh, PartitionSpec(), shape=(4096, 4096))
+    full = Spec(mesh, PartitionSpec(), shape=(4096, 4096))
     row = Spec(mesh, PartitionSpec(), shape=(4096,))
     return {
         "add": (aten.add.Tensor, (x, x)),
         "add, moving": (aten.add.Tensor, (x, rows_)),
-        "mm": (aten.mm.default, (x, whole)),
+        "mm": (aten.mm.default, (x, full)),
         "_foreach_add of 20": (aten._foreach_add.List, ([x] * 20, [x] * 20)),
         "view": (aten.view.default, (rows_, [4096, 64, 64])),
         "_softmax": (aten._softmax.default, (x, -1, False)),

@@ -109,8 +109,8 @@ def wait_for(x: DTensor) -> torch.Tensor:
 
 def check_equal(runs: Sequence[Run]) -> None:
     """Check that all contenders give the same values."""
-    ours, *others = (run() for run in runs)
-    for other in others:
+    ours, *rest = (run() for run in runs)
+    for other in rest:
         torch.testing.assert_close(ours, other, rtol=1e-4, atol=1e-4)
 
 
@@ -200,14 +200,14 @@ def on_ranks(
         src, dst = ends(transition, mesh, SIZES[size])
         programs[size, transition] = str(fs.redistribute(src, dst, topology=topology))
         check_equal(runs)
-        found = round_times(runs, seconds)
-        times[size, transition] = dict(zip(CONTENDERS, found, strict=True))
+        result = round_times(runs, seconds)
+        times[size, transition] = dict(zip(CONTENDERS, result, strict=True))
     ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, 2**16)
     for transition in transitions:
         runs = runs_of(MEMORY[1], transition)
         gc.collect()
-        found = [[memory_growth(run) for _ in range(3)][1:] for run in runs]
-        memory[MEMORY[0], transition] = dict(zip(CONTENDERS, found, strict=True))
+        result = [[memory_growth(run) for _ in range(3)][1:] for run in runs]
+        memory[MEMORY[0], transition] = dict(zip(CONTENDERS, result, strict=True))
     return times, memory, programs
 
 
@@ -235,12 +235,12 @@ def shown(title: str, cells: dict[Cell, dict[str, float]], unit: float) -> Table
         if last not in ("", transition):
             table.add_section()
         last = transition
-        ours, *others = (seconds[who] for who in CONTENDERS)
+        ours, *rest = (seconds[who] for who in CONTENDERS)
         table.add_row(
             transition,
             size,
-            *(f"{number / unit:,.2f}" for number in (ours, *others)),
-            *(f"{other / ours:.2f}" if ours else "-" for other in others),
+            *(f"{number / unit:,.2f}" for number in (ours, *rest)),
+            *(f"{other / ours:.2f}" if ours else "-" for other in rest),
         )
     return table
 

@@ -42,8 +42,8 @@ def collectives(mesh: Mesh) -> dict[str, tuple[Op, Op]]:
         return wait(OPS.all_reduce(x, "avg", name))  # type: ignore[no-any-return]
 
     def swap(x: torch.Tensor) -> torch.Tensor:
-        cut = [x.shape[0] // n] * n
-        return wait(OPS.all_to_all_single(x, cut, cut, name))  # type: ignore[no-any-return]
+        sizes = [x.shape[0] // n] * n
+        return wait(OPS.all_to_all_single(x, sizes, sizes, name))  # type: ignore[no-any-return]
 
     def turn(x: torch.Tensor) -> torch.Tensor:
         send, receive = [0] * n, [0] * n
@@ -202,10 +202,10 @@ def repeated(op: Op, x: torch.Tensor, steps: int) -> torch.Tensor:
 
 
 def table(title: str, *heads: str) -> Table:
-    made = Table(title=title)
+    output = Table(title=title)
     for index, head in enumerate(heads):
-        made.add_column(head, justify="right" if index else "left")
-    return made
+        output.add_column(head, justify="right" if index else "left")
+    return output
 
 
 def main() -> None:
@@ -251,10 +251,10 @@ def main() -> None:
         f"{SIMULATED} simulated ranks, µs per operation of all (goals: 0.20, collectives 0.33)",
         "", "bare", "fshard", "LocalTensorMode", "ratio",
     )  # fmt: skip
-    for what, results in on_simulated_ranks().items():
+    for label, results in on_simulated_ranks().items():
         ours, theirs = results["fshard"], results["theirs"]
         bare = f"{results['bare']:,.1f}" if "bare" in results else ""
-        shown.add_row(what, bare, f"{ours:,.1f}", f"{theirs:,.1f}", f"{ours / theirs:.2f}")
+        shown.add_row(label, bare, f"{ours:,.1f}", f"{theirs:,.1f}", f"{ours / theirs:.2f}")
     console.print(shown)
 
 

@@ -60,8 +60,8 @@ def bare(a: str, b: str, x: torch.Tensor) -> Run:
         case "S(0)", "R":
             return lambda: OPS.wait_tensor(OPS.all_gather_into_tensor(x, RANKS, name))
         case "S(0)", "S(1)":
-            flat, cut = x.reshape(-1), [x.numel() // RANKS] * RANKS
-            return lambda: OPS.wait_tensor(OPS.all_to_all_single(flat, cut, cut, name))
+            flat, sizes = x.reshape(-1), [x.numel() // RANKS] * RANKS
+            return lambda: OPS.wait_tensor(OPS.all_to_all_single(flat, sizes, sizes, name))
         case "P", "R":
             return lambda: OPS.wait_tensor(OPS.all_reduce(x, "sum", name))
         case _:
@@ -79,17 +79,17 @@ def real(shape: tuple[int, int], repeats: int) -> dict[tuple[str, str], dict[str
     other_value = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("x",))
     results = {}
     for a, b in TRANSITIONS:
-        src, dst = (Spec(mesh, LAYOUTS[each][0], shape=shape) for each in (a, b))
+        src, dst = (Spec(mesh, LAYOUTS[item][0], shape=shape) for item in (a, b))
         x = torch.randn(src.local_shape(dist.get_rank()))
         leaf = x.clone().requires_grad_()
         prog = fs.redistribute(src, dst)
-        given = DTensor.from_local(x, other_value, (LAYOUTS[a][1],))
+        value = DTensor.from_local(x, other_value, (LAYOUTS[a][1],))
         tracked = DTensor.from_local(leaf, other_value, (LAYOUTS[a][1],))
         to = (LAYOUTS[b][1],)
         runs: dict[str, Run] = {
             "bare": bare(a, b, x),
             "fshard": lambda p=prog, x=x: p(x),  # type: ignore[misc]
-            "DTensor": lambda d=given, to=to: _waited(d.redistribute(placements=to)),  # type: ignore[misc]
+            "DTensor": lambda d=value, to=to: _waited(d.redistribute(placements=to)),  # type: ignore[misc]
             "fshard, grad": lambda p=prog, x=leaf: p(x),  # type: ignore[misc]
             "DTensor, grad": lambda d=tracked, to=to: _waited(d.redistribute(placements=to)),  # type: ignore[misc]
         }

@@ -92,8 +92,8 @@ def on_rank(rounds: int) -> dict[str, dict[str, tuple[int, list[float]]]]:
     results = {}
     for case, ends in CASES.items():
         runs = variants(*ends)
-        expected, *others = (run() for _, run in runs.values())
-        for ys in others:
+        expected, *rest = (run() for _, run in runs.values())
+        for ys in rest:
             assert all(map(torch.equal, ys, expected)), case
         seconds: dict[str, list[float]] = {name: [] for name in runs}
         for turn in range(rounds):

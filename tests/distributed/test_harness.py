@@ -105,7 +105,7 @@ def test_processes_survive_an_error_on_every_rank() -> None:
     assert "about to fail" in notes
     assert "ShardingError: no rank" in caught.value.__notes__[1]
     pids = pool(2).pids
-    assert [str(each.error) for each in outcomes(2, raise_on, (0, 1))] == ["no rank 0", "no rank 1"]
+    assert [str(item.error) for item in outcomes(2, raise_on, (0, 1))] == ["no rank 0", "no rank 1"]
     assert pool(2).pids == pids
 
 

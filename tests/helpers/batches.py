@@ -39,7 +39,7 @@ def check_equal(got: Sequence[Any], want: Sequence[Any]) -> None:
 
 def only(batch: Batch, keep: Sequence[bool]) -> Batch:
     """Return the batch of some of the leaves."""
-    leaves = [leaf for leaf, kept in zip(batch.leaves, keep, strict=True) if kept]
+    leaves = [leaf for leaf, saved in zip(batch.leaves, keep, strict=True) if saved]
     return Batch(leaves, bucket_bytes=batch.bucket_bytes)
 
 

@@ -93,8 +93,8 @@ def global_value(shards: Sequence[torch.Tensor], spec: Spec) -> torch.Tensor:
     """
     shards_by_rank = _by_rank(shards, spec)
     for axis in _replicated(spec):
-        for first, *others in spec.mesh.groups(axis):
-            for rank in others:
+        for first, *rest in spec.mesh.groups(axis):
+            for rank in rest:
                 assert _same(shards_by_rank[first], shards_by_rank[rank]), (
                     f"ranks {first} and {rank} hold different replicas along {axis!r} of {spec}"
                 )

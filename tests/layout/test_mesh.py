@@ -52,8 +52,8 @@ def test_groups_partition_the_ranks(mesh: Mesh) -> None:
         assert len(groups) == mesh.size // math.prod(mesh.shape[axis] for axis in axes)
         assert sorted(itertools.chain(*groups)) == list(mesh.ranks)
         for group in groups:
-            others = {tuple(c for a, c in mesh.coords(r).items() if a not in axes) for r in group}
-            assert len(others) == 1, "a group differs along its axes alone"
+            rest = {tuple(c for a, c in mesh.coords(r).items() if a not in axes) for r in group}
+            assert len(rest) == 1, "a group differs along its axes alone"
             assert [mesh.index(rank, axes) for rank in group] == list(range(len(group)))
             assert all(mesh.group(rank, axes) == group for rank in group)
 
@@ -107,8 +107,8 @@ def test_flatten_orders_devices_by_the_given_axes(mesh: Mesh, data: st.DataObjec
     assert set(flat.axes) == set(mesh.axes) - set(axes) | {"flat"}
     for rank in mesh.ranks:
         assert flat.coords(rank)["flat"] == mesh.index(rank, axes)
-        others = [axis for axis in mesh.axes if axis not in axes]
-        assert all(flat.coords(rank)[axis] == mesh.coords(rank)[axis] for axis in others)
+        rest = [axis for axis in mesh.axes if axis not in axes]
+        assert all(flat.coords(rank)[axis] == mesh.coords(rank)[axis] for axis in rest)
     assert sorted(flat.groups("flat")) == sorted(mesh.groups(axes))
 
 

@@ -50,7 +50,7 @@ def outcomes(
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-def test_samples(part: int) -> None:
+def test_samples_of_the_database_equal_one_device(part: int) -> None:
     """Every accepted layout gives the results and gradients of one device."""
     torch.set_num_threads(1)
     wrong = [text for i in FAST[part::PARTS] for text in outcomes(op_db[i], 1, 2)[0]]

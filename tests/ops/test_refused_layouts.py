@@ -41,7 +41,7 @@ REASONS = {
         adaptive_max_pool3d fractional_max_pool2d fractional_max_pool3d max_unpool2d max_unpool3d
         hardshrink softshrink
     """,
-    "a sum that is cut and an addend that is unreduced are no one role": """
+    "a sharded sum and an unreduced partial sum are not one role": """
         addmv linear conv1d conv2d conv_transpose1d conv_transpose2d conv_transpose3d put
         max_unpool2d
     """,

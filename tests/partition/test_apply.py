@@ -49,7 +49,9 @@ def test_slices_of_a_sharded_dim_are_local() -> None:
 
 def test_shift_sends_border_rows_only() -> None:
     x = draw(12, 3)
-    after, before = (apply(aten.slice.Tensor, pair_of(x, "x"), 0, at, 11 + at) for at in (1, 0))
+    after, before = (
+        apply(aten.slice.Tensor, pair_of(x, "x"), 0, index, 11 + index) for index in (1, 0)
+    )
     step = propagate(torch.sub, after.spec, before.spec)
     assert step.cost.bytes_received == 3 * 8
     assert torch.equal(fs.unshard(apply(torch.sub, after, before, mode="auto")), x[1:] - x[:-1])

@@ -68,8 +68,8 @@ def test_at_most_5_percent_slower_than_by_hand(name: str, tight: bool) -> None:
     for kind, (specs, batch) in by_hand(name, p).items():
         result = fs.partition(fn, mesh=MESH, params=specs, in_specs=(batch,)).trace(p, x)
         hand[kind] = lines_time(result.lines, MESH, TOPOLOGY, grad=result.grad), step_memory(result)
-    memory = min(held for _, held in hand.values()) if tight else None
-    best = min(time for time, held in hand.values() if memory is None or held <= memory)
+    memory = min(stored for _, stored in hand.values()) if tight else None
+    best = min(time for time, stored in hand.values() if memory is None or stored <= memory)
     choice = fs.auto(fn, MESH, [p, x], memory=memory, seconds=20)
     assert choice.time <= 1.05 * best, (choice.explain(), hand)
     assert memory is None or choice.memory <= memory
@@ -86,9 +86,9 @@ def test_choice_runs_and_explains() -> None:
     assert str(choice) == choice.explain()
     # No alternative repeats the choice.
     chosen = [line.partition("  ")[::2] for line in lines[:3]]
-    others = [(name, str(p)) for name, p, _, _ in choice.alternatives]
-    assert others
-    assert not set(chosen) & set(others)
+    rest = [(name, str(p)) for name, p, _, _ in choice.alternatives]
+    assert rest
+    assert not set(chosen) & set(rest)
 
 
 def test_fixed_arguments_and_memory_limit() -> None:

@@ -134,7 +134,7 @@ COVARIANCES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("name", COVARIANCES)
 @pytest.mark.parametrize("layout", [BOTH, ROWS, P(None, "x")], ids=str)
-def test_covariances(name: str, layout: fs.PartitionSpec) -> None:
+def test_covariances_equal_one_device(name: str, layout: fs.PartitionSpec) -> None:
     function, mesh = COVARIANCES[name], fs.Mesh(x=2, y=2)
     x, w = rand(4, 8).requires_grad_(), rand(8, seed=1)
     actual, expected = partition(function, mesh=mesh, in_specs=(layout, P()))(x, w), function(x, w)

@@ -258,9 +258,9 @@ def test_too_small_max_memory_is_refused() -> None:
 
 def test_excluding_exchange_is_refused_for_other_devices() -> None:
     src, dst = parse("f32[24@x,8]", Mesh(x=2)), parse("f32[24,8@x]", Mesh(x=2, devices=(1, 0)))
-    given = f"{src} -> {dst}, exclude=Exchange"
+    value = f"{src} -> {dst}, exclude=Exchange"
     text = refusal(lambda: redistribute(src, dst, exclude=Exchange))
-    assert text == spec_grid.message("fs.redistribute", given, RULE, "allow Exchange")
+    assert text == spec_grid.message("fs.redistribute", value, RULE, "allow Exchange")
 
 
 def test_excluding_remesh_makes_same_devices_exchange() -> None:

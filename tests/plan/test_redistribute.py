@@ -152,7 +152,7 @@ def test_any_pair_on_three_axes(pair: tuple[Spec, Spec]) -> None:
 
 @given(strategies.spec_pairs(Mesh(x=2, y=2), (4, 3), dtype=torch.float64, kinds=LINEAR))
 @settings(max_examples=200)
-def test_averages(pair: tuple[Spec, Spec]) -> None:
+def test_programs_of_averages_equal_slicing(pair: tuple[Spec, Spec]) -> None:
     # Sizes of 2: halves and quarters of integers are exact.
     assert_right(redistribute(*pair), *pair)
 

@@ -32,13 +32,13 @@ def all_to_alls(draw: st.DrawFn) -> tuple[AllToAll, Spec]:
         axes, sizes = spec.partition.dims[dim], spec.shard_sizes(dim)
         moving = axes[draw(st.integers(0, len(axes))) :]
         n = mesh.axis_size(moving)
-        now[dim] = [sum(sizes[at : at + n]) for at in range(0, len(sizes), n)]
+        now[dim] = [sum(sizes[index : index + n]) for index in range(0, len(sizes), n)]
         moves += [(axis, dim) for axis in moving]
     pairs = []
     for axis, dim in moves:
         to = draw(st.sampled_from([other for other in range(len(shape)) if other != dim]))
         cuts = [draw(strategies.shard_sizes(size, mesh.shape[axis])) for size in now[to]]
-        now[to] = [part for cut in cuts for part in cut]
+        now[to] = [part for sharded in cuts for part in sharded]
         pairs.append(AllToAll((axis,), dim, to, tuple(now[to])))
     assume(pairs)
     return replace(pairs[0], also=tuple(pairs[1:])), spec

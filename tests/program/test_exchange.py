@@ -121,9 +121,9 @@ def assert_pieces(
         for rank in ranks:
             assert set(exchange_group(src, dst, rank)) == (busy if rank in busy else set())
     for rank in dst.mesh.ranks:
-        kept = kept_box(src, dst, rank)
+        saved = kept_box(src, dst, rank)
         sources = [(peer, box) for peer, box in receives(src, dst, rank)]
-        sources += [] if kept is None else [(rank, kept)]
+        sources += [] if saved is None else [(rank, saved)]
         partials = torch.zeros((src.mesh.axis_size(summed), *dst.shape), dtype=dst.dtype)
         counts = torch.zeros(partials.shape, dtype=torch.int64)
         for peer, box in sources:
@@ -246,9 +246,11 @@ def reachable_from(draw: st.DrawFn, first: Spec, last: Spec, kinds: Sequence[str
     kind = next(iter(unreduced.values()), None) or draw(st.sampled_from(kinds))
     shards = [axis for axes in before.dims for axis in axes]
     unreduced |= {axis: kind for axis in shards if draw(st.booleans())}
-    cut = {axis for axes in p.dims for axis in axes}
+    sharded = {axis for axes in p.dims for axis in axes}
     reduced = {
-        axis: kind for axis, kind in before.reduced_kinds if axis not in cut or draw(st.booleans())
+        axis: kind
+        for axis, kind in before.reduced_kinds
+        if axis not in sharded or draw(st.booleans())
     }
     keep = {*unreduced, *reduced}
     dims = [[axis for axis in dim if axis not in keep] for dim in p.dims]

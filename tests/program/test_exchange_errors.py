@@ -179,7 +179,9 @@ REFUSED: list[tuple[Step, str, tuple[str, str, str, str]]] = [
 
 
 @pytest.mark.parametrize(("step", "src", "says"), REFUSED, ids=lambda case: str(case)[:60])
-def test_refused(step: Step, src: str, says: tuple[str, str, str, str]) -> None:
+def test_invalid_exchanges_are_refused(
+    step: Step, src: str, says: tuple[str, str, str, str]
+) -> None:
     with pytest.raises(ShardingError) as caught:
         infer(step, parse(src, XY))
     assert str(caught.value) == spec_grid.message(*says)

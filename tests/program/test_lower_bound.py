@@ -225,7 +225,9 @@ def test_pieces_bound_the_shards_met(data: st.DataObject, counts: tuple[int, int
 def test_pieces_of_equal_shards() -> None:
     for a, b in itertools.product(range(1, 13), repeat=2):
         size = a * b
-        edges = [[(at * size // n, (at + 1) * size // n) for at in range(n)] for n in (a, b)]
+        edges = [
+            [(index * size // n, (index + 1) * size // n) for index in range(n)] for n in (a, b)
+        ]
         most = max(
             sum(max(low, start) < min(high, stop) for low, high in edges[0])
             for start, stop in edges[1]

@@ -45,11 +45,11 @@ from tests.helpers.step_table import MESH, XY, spec_of
 
 def test_equal_sizes_are_dropped() -> None:
     src = spec_of("f32[12,6@y]")
-    given = Program(src, (AllSlice("x", 0, (6, 6)), AllToAll("y", 1, 0, (2,) * 6)))
+    value = Program(src, (AllSlice("x", 0, (6, 6)), AllToAll("y", 1, 0, (2,) * 6)))
     plain = Program(src, [AllSlice(("x",), 0), AllToAll(["y"], 1, 0)])  # type: ignore[arg-type]
-    assert given == plain
-    assert hash(given) == hash(plain)
-    assert [step.sizes for step in given.steps] == [None, None]  # type: ignore[union-attr]
+    assert value == plain
+    assert hash(value) == hash(plain)
+    assert [step.sizes for step in value.steps] == [None, None]  # type: ignore[union-attr]
 
 
 def test_missing_sizes_are_filled_in() -> None:
@@ -87,7 +87,7 @@ def test_specs_between_the_steps() -> None:
     assert (prog.src, prog.dst) == (prog.specs[0], prog.specs[-1])
 
 
-def test_then() -> None:
+def test_then_concatenates_programs() -> None:
     first = Program(spec_of("f32[12@x,6]"), (AllToAll("x", 0, 1),))
     second = Program(first.dst, (AllGather("x", 1),))
     both = first.then(second)
@@ -122,7 +122,7 @@ def test_the_empty_program() -> None:
     assert all(map(torch.equal, simulate(prog, x), x))
 
 
-def test_printing() -> None:
+def test_printed_program() -> None:
     prog = Program(
         spec_of("f32[1200@x,6@y]{unreduced: z}"),
         (ReduceScatter("z", 0), AllToAll("y", 1, 0), AllGather(("x", "z", "y"), 0, "reduced")),
@@ -198,8 +198,8 @@ def test_program_remembers_the_topology_it_was_planned_on() -> None:
     assert str(prog.explain()) == str(prog.explain(cluster)) != str(prog.explain(node))
     assert prog.simplify() == prog.simplify(cluster)
     assert other.cost() == other.cost(node)
-    for kept in (prog.T, prog.T.T, prog.simplify(), pickle.loads(pickle.dumps(prog))):
-        assert kept.topology == cluster
+    for saved in (prog.T, prog.T.T, prog.simplify(), pickle.loads(pickle.dumps(prog))):
+        assert saved.topology == cluster
     assert prog.simplify(node).topology == node
     unplanned = Program(src, prog.steps)
     assert unplanned == prog

@@ -166,7 +166,7 @@ KEPT: list[tuple[str, tuple[Step, ...]]] = [
 
 
 @pytest.mark.parametrize(("src", "steps", "want"), LAWS, ids=str)
-def test_rewrite(src: str, steps: tuple[Step, ...], want: tuple[Step, ...]) -> None:
+def test_rewrites_by_rule(src: str, steps: tuple[Step, ...], want: tuple[Step, ...]) -> None:
     prog = program(src, *steps)
     exchanges = any(isinstance(step, Exchange) for step in (*steps, *want))
     simple = prog.simplify(exclude=() if exchanges else Exchange)
@@ -248,7 +248,7 @@ def test_peak_memory_does_not_increase() -> None:
          "exclude must consist of step types", "exclude=(fs.AllToAll, fs.AllReduce)"),
     ],
 )  # fmt: skip
-def test_refused(
+def test_invalid_options_of_simplify_are_refused(
     call: Callable[[Program], Program], where: str, given: str, rule: str, fix: str
 ) -> None:
     with pytest.raises(ShardingError) as caught:
@@ -270,7 +270,7 @@ def test_refused(
         (torch.complex64, torch.int32, False),
     ],
 )  # fmt: skip
-def test_represents(wide: torch.dtype, narrow: torch.dtype, yes: bool) -> None:
+def test_dtypes_that_represent_another(wide: torch.dtype, narrow: torch.dtype, yes: bool) -> None:
     assert represents(wide, narrow) is yes
 
 
@@ -344,7 +344,7 @@ def test_no_single_step() -> None:
     assert single_steps(spec, spec.replace(dtype=BF16)) == (Cast(BF16),)
 
 
-def test_commutes() -> None:
+def test_cast_commutes_exactly_if_values_stay() -> None:
     """A cast commutes with a step exactly if values and gradients stay the same."""
     for prog in legal_steps(Mesh(x=2, y=2), (4, 8)):
         (step,) = prog.steps
@@ -423,7 +423,7 @@ def assert_laws(prog: Program, topology: Topology) -> Program:
 
 @settings(max_examples=150, deadline=None)
 @given(prog=programs(), topology=st.sampled_from([Topology.node(), CLUSTER]))
-def test_laws(prog: Program, topology: Topology) -> None:
+def test_laws_of_simplify(prog: Program, topology: Topology) -> None:
     simple = assert_laws(prog, topology)
     x, y = spec_grid.random_locals(prog.src, 2), spec_grid.random_locals(prog.dst.dual, 3)
     left = spec_grid.pairing(prog.dst, simulate(simple, x), y)
@@ -469,7 +469,7 @@ def test_simplify_keeps_rounding(prog: Program) -> None:
     x = [local * 37 for local in spec_grid.random_locals(prog.src, 5)]
     y = [local * 37 for local in spec_grid.random_locals(prog.dst.dual, 6)]
     for old, new, given_ in ((prog, simple, x), (prog.T, simple.T, y)):
-        values = [spec_grid.global_of(each.dst, simulate(each, given_)) for each in (old, new)]
+        values = [spec_grid.global_of(item.dst, simulate(item, given_)) for item in (old, new)]
         assert torch.equal(*values), (old, new)
 
 

@@ -39,7 +39,7 @@ from tests.helpers.step_table import IDS, TABLE, XY, spec_of
 
 
 @pytest.mark.parametrize(("step", "src", "dst", "adjoint"), TABLE, ids=IDS)
-def test_table(step: Step, src: str, dst: str, adjoint: Step) -> None:
+def test_types_of_steps_equal_the_table(step: Step, src: str, dst: str, adjoint: Step) -> None:
     prog = Program(spec_of(src), (step,))
     assert str(prog.dst) == dst
     assert prog.T.steps == (adjoint,)
@@ -215,7 +215,7 @@ REFUSED: list[tuple[Step, str, str]] = [
 
 
 @pytest.mark.parametrize(("step", "src", "message"), REFUSED, ids=str)
-def test_refused(step: Step, src: str, message: str) -> None:
+def test_invalid_steps_are_refused(step: Step, src: str, message: str) -> None:
     with pytest.raises(ShardingError, match=message) as caught:
         Program(spec_of(src), (step,))
     assert all(word in str(caught.value) for word in ("given:", "rule:", "fix:"))

@@ -80,13 +80,13 @@ def count_bytes(step: Step, src: Spec, dst: Spec) -> tuple[int, int]:
             before, after = src.index(rank), dst.index(rank)
             match step:
                 case AllGather():
-                    others = [src.index(other) for other in group if other != rank]
-                    sent.append(sum(numel(before) for _ in others))
-                    received.append(sum(numel(other) for other in others))
+                    rest = [src.index(other) for other in group if other != rank]
+                    sent.append(sum(numel(before) for _ in rest))
+                    received.append(sum(numel(other) for other in rest))
                 case ReduceScatter():
-                    others = [dst.index(other) for other in group if other != rank]
-                    sent.append(sum(common(before, other) for other in others))
-                    received.append(sum(numel(after) for _ in others))
+                    rest = [dst.index(other) for other in group if other != rank]
+                    sent.append(sum(common(before, other) for other in rest))
+                    received.append(sum(numel(after) for _ in rest))
                 case AllToAll():
                     sent.append(sum(common(before, dst.index(o)) for o in group if o != rank))
                     received.append(sum(common(src.index(o), after) for o in group if o != rank))

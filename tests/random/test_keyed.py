@@ -141,7 +141,7 @@ def test_random_functions_draw_with_the_key(name: str) -> None:
     results = []
     for key in (KEY, KEY, OTHER):
         with fs.random.keyed(key):
-            results.append([each.detach() for each in flat(draw())])
+            results.append([item.detach() for item in flat(draw())])
     assert all(map(torch.equal, results[0], results[1]))
     assert not all(map(torch.equal, results[0], results[2]))
     with torch.random.fork_rng():
@@ -295,7 +295,7 @@ def test_types_and_values_of_draws_in_bodies(check: Any) -> None:
         with fs.random.keyed(rank_key):
             dropped = F.dropout(x, 0.5)
         shown = (same, apart, like, sharded, dropped)
-        types = [str(fs.typeof(each)) for each in shown] if check else []
+        types = [str(fs.typeof(item)) for item in shown] if check else []
         return same, apart, sharded, dropped, types
 
     x = numbers(4, 6).requires_grad_()
@@ -363,7 +363,7 @@ def test_checkpoint_in_a_body_repeats_draws(check: bool) -> None:
     (reference,) = torch.autograd.grad(expected, x, create_graph=True)
     torch.testing.assert_close(first, reference)
     second, second_reference = (
-        torch.autograd.grad(each.sum(), x)[0] for each in (first, reference)
+        torch.autograd.grad(item.sum(), x)[0] for item in (first, reference)
     )
     torch.testing.assert_close(second, second_reference)
 

@@ -40,7 +40,7 @@ class Block(nn.Module):
 
         y = self.first(x)
         y = F.scaled_dot_product_attention(
-            *(heads(each(y)) for each in (self.q, self.k, self.v)),
+            *(heads(item(y)) for item in (self.q, self.k, self.v)),
             dropout_p=self.p if self.training else 0.0, is_causal=True)  # fmt: skip
         x = x + self.drop(self.o(y.transpose(1, 2).flatten(-2)))
         return x + self.drop(self.down(F.gelu(self.up(self.second(x)))))
@@ -67,7 +67,7 @@ def test_transformer_block_in_training_is_partitioned() -> None:
     for key in (KEY, OTHER):
         result, reference = part(params, key, x), loss(params, key, x)
         torch.testing.assert_close(result, reference, rtol=1e-13, atol=0.0)
-        grads = [torch.autograd.grad(each, list(params.values())) for each in (result, reference)]
+        grads = [torch.autograd.grad(item, list(params.values())) for item in (result, reference)]
         torch.testing.assert_close(*grads, rtol=1e-11, atol=1e-15)
         results[key] = float(result.detach())
     assert len(set(results.values())) == 2

@@ -286,7 +286,7 @@ def test_nested_vmap_over_keys_and_tensors(outer: Any, inner: Any) -> None:
 
     batched = draw(key, x)
     for i, j in itertools.product(range(6), range(2)):
-        shard = [each[tuple(at for at, level in ((i, outer), (j, inner)) if level[n] == 0)]
+        shard = [each[tuple(index for index, level in ((i, outer), (j, inner)) if level[n] == 0)]
                 for n, each in enumerate((key, x))]  # fmt: skip
         assert torch.equal(batched[i, j], one(*shard))
     for dim in range(x.dim()):

@@ -53,10 +53,10 @@ def imports(tree: ast.AST, package: str) -> list[tuple[int, str]]:
 
     A name of `from fshard import name` is a module if the package has one of that name.
     """
-    found = []
+    result = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found += [(node.lineno, alias.name) for alias in node.names]
+            result += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
@@ -64,8 +64,8 @@ def imports(tree: ast.AST, package: str) -> list[tuple[int, str]]:
                 base = ".".join([*parts, *filter(None, [node.module])])
             for alias in node.names:
                 is_module = base.startswith("torch") or (base == "fshard" and alias.name in ORDER)
-                found.append((node.lineno, f"{base}.{alias.name}" if is_module else base))
-    return found
+                result.append((node.lineno, f"{base}.{alias.name}" if is_module else base))
+    return result
 
 
 def dotted(node: ast.AST) -> str:
@@ -84,7 +84,7 @@ def is_private_torch(name: str) -> bool:
 
 def private_torch(tree: ast.AST) -> list[tuple[int, str]]:
     """Return the line and text of every use of private PyTorch."""
-    found = [(line, name) for line, name in imports(tree, "") if is_private_torch(name)]
+    result = [(line, name) for line, name in imports(tree, "") if is_private_torch(name)]
     aliases = {
         alias.asname or alias.name: f"{node.module}.{alias.name}"
         for node in ast.walk(tree)
@@ -105,14 +105,14 @@ def private_torch(tree: ast.AST) -> list[tuple[int, str]]:
             name = f"{aliases.get(first, first)}.{rest}"
             is_longest = id(node) not in inner
             if node.attr in PRIVATE_TORCH_ATTRIBUTES or (is_longest and is_private_torch(name)):
-                found.append((node.lineno, dotted(node)))
+                result.append((node.lineno, dotted(node)))
         elif isinstance(node, ast.Call) and dotted(node.func) in ("getattr", "hasattr", "setattr"):
-            found += [
+            result += [
                 (node.lineno, str(argument.value))
                 for argument in node.args[1:2]
                 if isinstance(argument, ast.Constant) and argument.value in PRIVATE_TORCH_ATTRIBUTES
             ]
-    return found
+    return result
 
 
 def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -130,19 +130,19 @@ def violations(source: str, module: str, package: str | None = None) -> list[str
     tree = ast.parse(source)
     layer = layer_of(module)
     rooms = {layer, module.removeprefix("fshard.")}
-    found = []
+    result = []
     for line, name in imports(tree, package or module.rpartition(".")[0]):
         if name == "fshard" or name.startswith("fshard."):
             other = layer_of(name)
             if other not in ORDER:
-                found.append(f"{module}:{line} imports {name}, which has no layer")
+                result.append(f"{module}:{line} imports {name}, which has no layer")
             elif other != layer and ORDER[other] >= ORDER[layer]:
-                found.append(f"{module}:{line} imports {name}: {layer} is below {other}")
+                result.append(f"{module}:{line} imports {name}: {layer} is below {other}")
         for owned, owners in ONLY_IN.items():
             if (name == owned or name.startswith(f"{owned}.")) and not rooms & owners:
-                found.append(f"{module}:{line} imports {name}: only {sorted(owners)} may")
+                result.append(f"{module}:{line} imports {name}: only {sorted(owners)} may")
     if layer != "_torch":
-        found += [
+        result += [
             f"{module}:{line} uses {name}: private PyTorch belongs in _torch"
             for line, name in private_torch(tree)
         ]
@@ -150,18 +150,18 @@ def violations(source: str, module: str, package: str | None = None) -> list[str
         if isinstance(node, ast.Attribute):
             text = dotted(node)
             if text == "torch.distributed" and not rooms & ONLY_IN["torch.distributed"]:
-                found.append(f"{module}:{node.lineno} uses {text}: only run and interop may")
+                result.append(f"{module}:{node.lineno} uses {text}: only run and interop may")
         if isinstance(node, ast.ClassDef):
             bases = {dotted(base).removeprefix("torch.") for base in node.bases}
             if bases & {"Tensor", "nn.Parameter", "Parameter"}:
-                found.append(f"{module}:{node.lineno} {node.name} subclasses torch.Tensor")
+                result.append(f"{module}:{node.lineno} {node.name} subclasses torch.Tensor")
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = body_lines(node)
             if lines > MAX_FUNCTION_LINES:
-                found.append(f"{module}:{node.lineno} {node.name} has {lines} lines")
+                result.append(f"{module}:{node.lineno} {node.name} has {lines} lines")
     if source.count("\n") > MAX_FILE_LINES:
-        found.append(f"{module} has {source.count(chr(10))} lines")
-    return found
+        result.append(f"{module} has {source.count(chr(10))} lines")
+    return result
 
 
 def module_of(path: Path) -> tuple[str, str]:

@@ -41,13 +41,13 @@ def outputs(notebook: Any) -> list[dict[str, str]]:
     for cell in notebook.cells:
         if cell.cell_type != "code":
             continue
-        found: dict[str, str] = {"source": cell.source}
+        result: dict[str, str] = {"source": cell.source}
         for output in cell.outputs:
             if output.output_type == "stream":
-                found[output.name] = found.get(output.name, "") + output.text
+                result[output.name] = result.get(output.name, "") + output.text
             else:
-                found |= dict(output.data)
-        shown.append(found)
+                result |= dict(output.data)
+        shown.append(result)
     return shown
 
 

@@ -164,12 +164,12 @@ def test_signature_text(function: Any, text: str) -> None:
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_document_arguments_results_and_errors(name: str) -> None:
     function = FUNCTIONS[name]
-    found = sections(function.__doc__ or "")
+    result = sections(function.__doc__ or "")
     assert list(undocumented(function)) == []
     if inspect.signature(function).return_annotation is not None:
-        assert "Returns" in found or "Yields" in found
+        assert "Returns" in result or "Yields" in result
     if raises_itself(function):
-        assert "Raises" in found
+        assert "Raises" in result
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -135,10 +135,10 @@ def test_test_modules_do_not_import_each_other() -> None:
     imports = re.compile(
         r"^\s*(?:from|import) (tests\.\S*\btest_\w+)|^from tests\.\S+ import test_"
     )
-    found = [
+    result = [
         f"{file.relative_to(ROOT)}:{number}"
         for file in (ROOT / "tests").rglob("*.py")
         for number, line in enumerate(file.read_text().splitlines(), 1)
         if imports.match(line)
     ]
-    assert found == []
+    assert result == []

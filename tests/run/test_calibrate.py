@@ -45,7 +45,7 @@ def test_calibrate_requires_a_mesh() -> None:
 def moved(n: int) -> list[Traffic]:
     shards = [2**power for power in range(10, 27, 4)]
     return [
-        each for s in shards for each in (all_gather_traffic(n, s), all_to_all_traffic(n, n * s))
+        item for s in shards for item in (all_gather_traffic(n, s), all_to_all_traffic(n, n * s))
     ]
 
 
@@ -56,20 +56,20 @@ TIMES = st.floats(1e-7, 1e-2)
 def test_fit_recovers_the_model(
     n: int, latency: float, message: float, rate: float, launch: float
 ) -> None:
-    own = Topology(launch=launch, message=message, memory=1.0)
-    samples = [Sample(each, time_of(own, Link(latency, rate), each, 0)) for each in moved(n)]
+    local = Topology(launch=launch, message=message, memory=1.0)
+    samples = [Sample(item, time_of(local, Link(latency, rate), item, 0)) for item in moved(n)]
     link = _fit(samples, launch, message)
-    for each, seconds in samples:
-        assert time_of(own, link, each, 0) == pytest.approx(seconds, rel=1e-3)
+    for item, seconds in samples:
+        assert time_of(local, link, item, 0) == pytest.approx(seconds, rel=1e-3)
 
 
 @given(st.integers(3, 9), TIMES, TIMES, st.floats(0, 1e-4))
 def test_fit_recovers_the_cost_of_a_message(
     n: int, latency: float, message: float, launch: float
 ) -> None:
-    own, link = Topology(launch=launch, message=message), Link(latency, 1e15)
+    local, link = Topology(launch=launch, message=message), Link(latency, 1e15)
     sent = Traffic(1, 1, 1, 1), all_to_all_traffic(n, n)
-    one, many = (Sample(each, time_of(own, link, each, 0)) for each in sent)
+    one, many = (Sample(item, time_of(local, link, item, 0)) for item in sent)
     assert _message(one, many) == pytest.approx(message, rel=1e-3, abs=1e-9)
     assert _message(one, one) == 0
 
@@ -78,7 +78,7 @@ def test_fit_recovers_the_cost_of_a_message(
 def test_fit_is_positive_for_any_samples(
     seconds: list[float], launch: float, message: float
 ) -> None:
-    samples = [Sample(*each) for each in zip(moved(3), seconds, strict=True)]
+    samples = [Sample(*item) for item in zip(moved(3), seconds, strict=True)]
     link = _fit(samples, launch, message)
     assert _message(*samples[:2]) >= 0
     assert isinstance(link, Link)  # which refuses what is not physical

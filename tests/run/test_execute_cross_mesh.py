@@ -230,7 +230,7 @@ def batch_of(spec: Spec) -> list[Shards]:
 
 
 def stack(locals_: list[Shards]) -> Shards:
-    return tuple(torch.stack(each) for each in zip(*locals_, strict=True))
+    return tuple(torch.stack(item) for item in zip(*locals_, strict=True))
 
 
 def square(prog: Program, local: Any) -> torch.Tensor:
@@ -254,8 +254,8 @@ def test_vmap_over_programs_between_meshes(src: str, one: Mesh, dst: str, other:
     twice = vmap(vmap(prog))(tuple(torch.stack([x, x]) for x in batched))
     assert all(torch.equal(y, torch.stack([x, x])) for y, x in zip(twice, want, strict=True))
     tree = fs.redistribute([ends[0]] * 2, [ends[1]] * 2)
-    for each in vmap(tree)([batched] * 2):
-        assert all(map(torch.equal, each, want))
+    for item in vmap(tree)([batched] * 2):
+        assert all(map(torch.equal, item, want))
     expected = stack([gradient(prog, x) for x in shards])
     assert all(map(torch.equal, vmap(grad(lambda x: square(prog, x)))(batched), expected))
     leaves = tuple(x.requires_grad_() for x in batched)
@@ -271,16 +271,16 @@ def test_vmap_on_ranks_of_one_mesh_or_neither(src: str, one: Mesh, dst: str, oth
     def body() -> bool:
         rank = int(fs.axis_index("w", mesh=WORLD))
         place = list(one.ranks).index(rank) if rank in one else None
-        own = [torch.empty(0, dtype=torch.float64) if place is None else x[place] for x in shards]
-        batched = torch.stack(own).requires_grad_()
+        local = [torch.empty(0, dtype=torch.float64) if place is None else x[place] for x in shards]
+        batched = torch.stack(local).requires_grad_()
         y = vmap(prog)(batched)
-        assert torch.equal(y, torch.stack([prog(x) for x in own]))
+        assert torch.equal(y, torch.stack([prog(x) for x in local]))
         (results,) = torch.autograd.grad((y**2).sum(), batched)
-        leaves = [x.clone().requires_grad_() for x in own]
+        leaves = [x.clone().requires_grad_() for x in local]
         expected = [torch.autograd.grad(square(prog, x), x)[0] for x in leaves]
         assert torch.equal(results, torch.stack(expected))
-        each = vmap(grad(lambda x: square(prog, x)))(batched.detach())
-        assert torch.equal(each, results)
+        item = vmap(grad(lambda x: square(prog, x)))(batched.detach())
+        assert torch.equal(item, results)
         z = prog(leaves[0])
         (rows,) = torch.autograd.grad(
             z, leaves[0], torch.stack([2 * z.detach(), z.detach()]), is_grads_batched=True

@@ -31,8 +31,8 @@ def test_from_local_infers_sizes() -> None:
         locals_ = random_locals(spec)
         assert fs.from_local(locals_, MESH, spec.partition).spec == spec
         assert fs.from_local(list(locals_), MESH, spec.partition, shape=spec.shape).spec == spec
-        given = {dim - 2: cut for dim, cut in enumerate(spec.sizes) if cut is not None}
-        assert fs.from_local(locals_, MESH, spec.partition, sizes=given).spec == spec
+        value = {dim - 2: sharded for dim, sharded in enumerate(spec.sizes) if sharded is not None}
+        assert fs.from_local(locals_, MESH, spec.partition, sizes=value).spec == spec
 
 
 def test_from_local_in_chunks() -> None:

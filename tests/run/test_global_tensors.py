@@ -110,14 +110,14 @@ def test_shard_and_unshard_are_adjoint_to_themselves(mesh: Mesh) -> None:
         local = fs.shard(x, spec).local
         cotangents = random_locals(spec.dual, i + 1)
         (grad,) = torch.autograd.grad(local, x, cotangents)
-        want = pairing(spec, [each.detach() for each in local], cotangents)
+        want = pairing(spec, [item.detach() for item in local], cotangents)
         assert (x.detach() * grad).sum() == want, spec
 
-        shards = tuple(each.requires_grad_() for each in random_locals(spec, i + 2))
+        shards = tuple(item.requires_grad_() for item in random_locals(spec, i + 2))
         unsharded = fs.unshard((shards, spec))
         cotangent = random_global(spec.shape, spec.dtype, i + 3)
         grads = torch.autograd.grad(unsharded, shards, cotangent)
-        results = pairing(spec, [each.detach() for each in shards], grads)
+        results = pairing(spec, [item.detach() for item in shards], grads)
         assert (unsharded.detach() * cotangent).sum() == results, spec
         assert torch.equal(global_of(spec.dual, grads), cotangent), "a gradient of the dual spec"
 
@@ -140,7 +140,7 @@ def test_scatter_and_from_local_differentiate() -> None:
     spec = Spec(MESH, P("x", None), shape=(6, 3), dtype=torch.float64)
     (fs.unshard(fs.scatter(x, spec, src=4)) ** 2).sum().backward()
     torch.testing.assert_close(x.grad, 2 * x.detach())
-    shards = tuple(each.requires_grad_() for each in random_locals(spec))
+    shards = tuple(item.requires_grad_() for item in random_locals(spec))
     pair = fs.from_local(shards, MESH, P("x", None))
     assert pair.spec == spec
     assert all(a is b for a, b in zip(pair.local, shards, strict=True)), "tensors are not copied"
@@ -165,8 +165,8 @@ def test_gradients_of_a_cast_to_complex(to: fs.PartitionSpec, wide: torch.dtype)
         (second,) = torch.autograd.grad(results.sum(), x)
         return torch.stack([results.detach(), second])
 
-    own = gradient(fs.unshard(fs.reshard(fs.shard(x, src), dst)))
-    assert torch.equal(own, gradient(x.to(wide)))
+    local = gradient(fs.unshard(fs.reshard(fs.shard(x, src), dst)))
+    assert torch.equal(local, gradient(x.to(wide)))
 
 
 def test_cast_to_real_takes_the_real_part() -> None:
@@ -174,8 +174,8 @@ def test_cast_to_real_takes_the_real_part() -> None:
     prog = fs.Program(src, (fs.Cast(torch.float32), fs.AllGather("x", 0)))
     x = torch.tensor([1 + 2j, 3, 4j, -1])
     local = fs.shard(x, src).local
-    for made in (prog(local), simulate(prog, local)):
-        assert torch.equal(made[1], x.real)
+    for output in (prog(local), simulate(prog, local)):
+        assert torch.equal(output[1], x.real)
     own = fs.Program(src, (fs.Cast(torch.float32),))(local)
     own[0].zero_()
     assert torch.equal(fs.unshard((local, src)), x), "in memory of its own"
@@ -187,7 +187,7 @@ def test_gradient_of_a_maximum_goes_to_the_largest() -> None:
         torch.tensor(values, requires_grad=True) for values in ([1.0, 5.0], [2.0, 5.0], [2.0, 3.0])
     )
     fs.unshard((locals_, spec)).sum().backward()
-    grads = [each.grad.tolist() for each in locals_ if each.grad is not None]
+    grads = [item.grad.tolist() for item in locals_ if item.grad is not None]
     assert grads == [[0.0, 0.5], [0.5, 0.5], [0.5, 0.0]]
 
 
@@ -234,11 +234,11 @@ def test_tensor_unreduced_by_max_requires_no_grad() -> None:
 def test_results_of_detached_locals_do_not_require_grad() -> None:
     spec = Spec(Mesh(x=2), P("x"), shape=(4,), dtype=torch.int64)
     pair = fs.shard(torch.arange(4), spec)
-    assert not any(each.requires_grad for each in pair.local)
+    assert not any(item.requires_grad for item in pair.local)
     x = torch.ones(4, requires_grad=True)
     with torch.no_grad():
         pair = fs.shard(x, spec.replace(dtype=torch.float32))
-    assert not any(each.requires_grad for each in pair.local)
+    assert not any(item.requires_grad for item in pair.local)
     product = Spec(Mesh(x=2), P(unreduced={"x": "product"}), shape=(2,))
     assert torch.equal(fs.unshard(((torch.ones(2), 3 * torch.ones(2)), product)), 3 * torch.ones(2))
 
@@ -330,7 +330,7 @@ def test_arguments_that_are_not_pairs(function: Any, pair: Any) -> None:
         function(pair)
 
 
-def test_reshard() -> None:
+def test_reshard_returns_a_pair_of_the_requested_layout() -> None:
     x = random_global((4, 6), torch.float32)
     pair = fs.shard(x, SPEC)
     for target in (P(("y", "x")), P(), SPEC.replace(partition=P(None, "x"))):
@@ -425,7 +425,7 @@ def test_rank_outside_of_the_mesh_gets_empty_tensors() -> None:
     part = Mesh({"x": 2}, devices=(3, 1))
     spec = Spec(part, P("x"), shape=(4,))
     results = fs.simulate(Mesh(x=4), lambda: fs.unshard(fs.shard(torch.arange(4.0), spec)))
-    assert [each.tolist() for each in results] == [[], [0.0, 1, 2, 3], [], [0.0, 1, 2, 3]]
+    assert [item.tolist() for item in results] == [[], [0.0, 1, 2, 3], [], [0.0, 1, 2, 3]]
 
 
 def test_warning_in_processes_without_init(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,8 +43,8 @@ def test_redistribute_in_8_bit_dtypes(dtype: torch.dtype, kind: str) -> None:
         moved = prog(shards)
         assert {x.dtype for x in moved} == {dtype}
         assert torch.equal(value(dst, moved), value(src, shards)), prog
-        told = simulate(prog, shards)
-        assert all(torch.equal(a.float(), b.float()) for a, b in zip(moved, told, strict=True))
+        reported = simulate(prog, shards)
+        assert all(torch.equal(a.float(), b.float()) for a, b in zip(moved, reported, strict=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -25,12 +25,12 @@ def test_reduced_equals_the_reduction_of_a_stack(op: str, dtype: torch.dtype, n:
         pytest.skip("complex numbers have no order")
     generator = torch.Generator().manual_seed(n)
     xs = [torch.randint(0, 4, (2, 3), generator=generator).to(dtype) for _ in range(n)]
-    kept = [x.clone() for x in xs]
+    saved = [x.clone() for x in xs]
     results = reduced(xs, op)
     assert results.dtype == dtype
     torch.testing.assert_close(results, REDUCE[op](torch.stack(xs)))
     results.view(torch.uint8).fill_(0)
-    assert all(torch.equal(x, each) for x, each in zip(xs, kept, strict=True))
+    assert all(torch.equal(x, item) for x, item in zip(xs, saved, strict=True))
 
 
 def test_small_floats_are_reduced_as_float32() -> None:
@@ -73,20 +73,20 @@ def test_in_place_writes_are_private_to_a_rank(op: Callable[[torch.Tensor], Any]
 
     def body(first: int) -> Any:
         i = int(fs.axis_index("x", mesh=MESH))
-        own = x + i
-        kept, y = own.clone(), op(own)
+        local = x + i
+        saved, y = local.clone(), op(local)
         before = y.clone()
         if i == first:
             y.untyped_storage().fill_(0)
-        op(own)  # the others have their turn
+        op(local)  # the others have their turn
         y.add_(i)
         y.untyped_storage().resize_(0)  # frees its memory, and nobody else's
-        assert torch.equal(own, kept)
+        assert torch.equal(local, saved)
         return before
 
     for first in range(3):
-        for results, each in zip(fs.simulate(MESH, body, first), want, strict=True):
-            assert torch.equal(results, each)
+        for results, item in zip(fs.simulate(MESH, body, first), want, strict=True):
+            assert torch.equal(results, item)
 
 
 def test_results_waited_for_in_another_order() -> None:

@@ -34,25 +34,25 @@ def test_simulation_frees_its_tensors() -> None:
     gc.disable()
     try:
         results = fs.simulate(fs.Mesh(x=4), lambda: torch.zeros(10))
-        alive = [weakref.ref(each) for each in results]
+        alive = [weakref.ref(item) for item in results]
         del results
-        assert [each() for each in alive] == [None] * 4
+        assert [item() for item in alive] == [None] * 4
     finally:
         gc.enable()
 
 
 def test_simulation_frees_its_tensors_after_an_error() -> None:
-    kept: list[Any] = []
+    saved: list[Any] = []
 
     def body() -> None:
         x = torch.zeros(10)
-        kept.append(weakref.ref(x))
+        saved.append(weakref.ref(x))
         raise ValueError("stop")
 
     with pytest.raises(ValueError, match="stop"):
         fs.simulate(MESH, body)
     gc.collect()
-    assert [each() for each in kept] == [None]
+    assert [item() for item in saved] == [None]
 
 
 class Stop(Exception):
@@ -64,11 +64,11 @@ class Stop(Exception):
 @pytest.mark.parametrize("end", ["returns", "raises", "parts"])
 def test_mapped_call_frees_its_tensors(check: bool, grad: bool, end: str) -> None:
     """Arguments and inputs of collectives are freed without a garbage collection."""
-    kept: list[weakref.ref[Any]] = []
+    saved: list[weakref.ref[Any]] = []
 
     def body(x: torch.Tensor) -> torch.Tensor:
-        kept.append(weakref.ref(x))
-        is_last = len(kept) % 2 == 0
+        saved.append(weakref.ref(x))
+        is_last = len(saved) % 2 == 0
         if end == "parts" and is_last:
             return x * 2
         y = fs.psum(x * x, "x") + x
@@ -83,8 +83,8 @@ def test_mapped_call_frees_its_tensors(check: bool, grad: bool, end: str) -> Non
     try:
         for _ in range(3):
             x = torch.ones(4, requires_grad=grad)
-            kept.append(weakref.ref(x))
-            kept.append(weakref.ref(x))
+            saved.append(weakref.ref(x))
+            saved.append(weakref.ref(x))
             if end == "returns":
                 y = call(x)
                 if grad:
@@ -94,7 +94,7 @@ def test_mapped_call_frees_its_tensors(check: bool, grad: bool, end: str) -> Non
                 with suppress(Stop, ShardingError):
                     call(x)
             del x
-        assert [each() for each in kept] == [None] * 12
+        assert [item() for item in saved] == [None] * 12
     finally:
         gc.enable()
 
@@ -139,13 +139,13 @@ def test_results_have_memory_of_their_own(mesh: fs.Mesh) -> None:
         unsharded = fs.Spec(mesh, spec, shape=(4,))
         one = fs.shard(x, unsharded)
         fs.unshard(one).add_(100)
-        for each in fs.reshard(one, P()).local:
-            each.add_(100)
+        for item in fs.reshard(one, P()).local:
+            item.add_(100)
         assert torch.equal(fs.unshard(one), x)
     out = mapped(body, mesh=mesh)(pair)
     assert torch.equal(fs.unshard(out), x)
-    for each in out.local:
-        each.add_(100)
+    for item in out.local:
+        item.add_(100)
     assert torch.equal(fs.unshard(pair), x)
 
 
@@ -180,8 +180,8 @@ def test_flops_of_all_ranks_are_counted() -> None:
 
 def test_recomputed_body_draws_the_same_values() -> None:
     def body(x: torch.Tensor) -> torch.Tensor:
-        kept = (torch.rand(len(x)) < 0.5).double()
-        return fs.psum(x * kept, "x") * (torch.rand(len(x)) < 0.5).double() * x
+        saved = (torch.rand(len(x)) < 0.5).double()
+        return fs.psum(x * saved, "x") * (torch.rand(len(x)) < 0.5).double() * x
 
     f = mapped(body)
     for seed in range(5):
@@ -229,8 +229,8 @@ def test_closures_used_by_one_rank() -> None:
     def on_a_rank() -> torch.Tensor:
         return torch.autograd.grad(mapped(lambda x: x * w)(x).sum(), w)[0]
 
-    for own, part in zip(fs.simulate(MESH, on_a_rank), (x[:2], x[2:]), strict=True):
-        assert torch.equal(own, part), "as under torchrun: each rank's own"
+    for local, part in zip(fs.simulate(MESH, on_a_rank), (x[:2], x[2:]), strict=True):
+        assert torch.equal(local, part), "as under torchrun: each rank's own"
 
 
 # -- errors -------------------------------------------------------------------------------------
@@ -357,8 +357,8 @@ def test_backward_has_the_name_and_the_line_of_the_call(create_graph: bool) -> N
 
 
 def test_programs_and_conversions_have_names() -> None:
-    cut = fs.Spec(MESH, P("x"), shape=(4,))
-    prog = fs.redistribute(cut, cut.replace(partition=P()))
+    sharded = fs.Spec(MESH, P("x"), shape=(4,))
+    prog = fs.redistribute(sharded, sharded.replace(partition=P()))
 
     def with_a_program() -> Any:
         return prog(torch.ones(2)) if int(fs.axis_index("x", mesh=MESH)) else None
@@ -370,7 +370,7 @@ def test_programs_and_conversions_have_names() -> None:
         return fs.from_local(torch.ones(2), MESH, P("x")) if with_a_rank() else None
 
     def with_scatter() -> Any:
-        return fs.scatter(None, cut) if with_a_rank() else None
+        return fs.scatter(None, sharded) if with_a_rank() else None
 
     def with_a_rank() -> int:
         return int(fs.axis_index("x", mesh=MESH))
@@ -410,7 +410,7 @@ def test_error_in_backward_names_its_rank(create_graph: bool) -> None:
     with pytest.raises(KeyError, match="mine") as caught:
         y.sum().backward(create_graph=create_graph)
     assert caught.value.__notes__ == ["on rank 1 (x=1) of a simulated Mesh(x=2)"]
-    assert "backward" in [each.name for each in caught.traceback]
+    assert "backward" in [item.name for item in caught.traceback]
 
 
 def test_error_in_a_nested_simulation_names_both_ranks() -> None:
@@ -427,7 +427,7 @@ def test_error_in_a_nested_simulation_names_both_ranks() -> None:
         "on rank 0 (x=0) of a simulated Mesh(x=2)",
         "on rank 1 (x=1) of a simulated Mesh(x=2)",
     ]
-    assert [each.name for each in caught.traceback][-1] == "inner"
+    assert [item.name for item in caught.traceback][-1] == "inner"
 
 
 def test_error_in_reading_results_is_raised() -> None:

@@ -83,7 +83,7 @@ PICTURES = {
         unreduced over tp: each value is the sum of 4 ranks, such as 0, 1, 2, 3
         """,
     ),
-    "scalar, unreduced on a whole mesh": (
+    "scalar, unreduced on all axes of a mesh": (
         fs.Spec(fs.Mesh(tp=2), P(unreduced={"tp": "max"}), shape=()),
         """
         f32[]{unreduced: tp=max} on Mesh(tp=2)

@@ -40,8 +40,8 @@ def closed(w: torch.Tensor) -> Any:
 
 
 def in_a_container(w: torch.Tensor) -> Any:
-    held = {"deep": [(w,)]}
-    return rows(lambda v: layer(v, held["deep"][0][0]))
+    stored = {"deep": [(w,)]}
+    return rows(lambda v: layer(v, stored["deep"][0][0]))
 
 
 def in_a_default(w: torch.Tensor) -> Any:
@@ -182,7 +182,7 @@ def test_gradient_of_closure_used_by_some_ranks_is_rank_0s() -> None:
         torch.testing.assert_close(grad, expected)
 
 
-def test_modules() -> None:
+def test_closed_over_modules_get_gradients() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).double()
     x = reals(4, 4).requires_grad_()
@@ -254,8 +254,8 @@ def test_mapped_results_as_closures() -> None:
     x, w = reals(6, 4), reals(4, 4, seed=1).requires_grad_()
     squares = fs.shard_map(lambda u: u**2, mesh=MESH, in_specs=P("x"), out_specs=P("x"))
     for way in (closed, unseen):
-        made = squares(w)
-        out = way(made)(x)
+        output = squares(w)
+        out = way(output)(x)
         expected = torch.tanh(x @ w**2) * 2
         torch.testing.assert_close(out, expected)
         torch.testing.assert_close(
@@ -298,8 +298,8 @@ def test_hooks_of_closures_see_the_summed_gradient_once(check: Any) -> None:
     w.retain_grad()
 
     def body(x: torch.Tensor) -> torch.Tensor:
-        own, other = fs.pcast((w, leaf), "x", to="varying")
-        return fs.psum((x * own * own * other).sum(), "x")
+        local, other = fs.pcast((w, leaf), "x", to="varying")
+        return fs.psum((x * local * local * other).sum(), "x")
 
     mapped = fs.shard_map(body, mesh=Mesh(x=2), in_specs=P("x"), out_specs=P(), check=check)
     loss = mapped(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))

@@ -136,9 +136,9 @@ def of_grad_of_vmap(op: Any, v: torch.Tensor) -> Pair:
 
 
 def of_vmap_of_vmap(op: Any, v: torch.Tensor) -> Pair:
-    whole = torch.stack([batch(v, 0), batch(-v, 0)], 1)
-    expected = [torch.stack([op(item) for item in row]) for row in whole.unbind(1)]
-    return vmap(vmap(op), in_dims=1)(whole), torch.stack(expected)
+    full = torch.stack([batch(v, 0), batch(-v, 0)], 1)
+    expected = [torch.stack([op(item) for item in row]) for row in full.unbind(1)]
+    return vmap(vmap(op), in_dims=1)(full), torch.stack(expected)
 
 
 def of_grad_of_grad(op: Any, v: torch.Tensor) -> Pair:
@@ -183,8 +183,8 @@ def test_transforms_of_collectives_equal_loops(name: str, check: bool) -> None:
         def body(v: torch.Tensor) -> None:
             results.append(run(op, v))  # noqa: B023 - called at once
 
-        given = P() if one else P("i")
-        fs.shard_map(body, mesh=I4, in_specs=given, out_specs=None, check=check)(
+        value = P() if one else P("i")
+        fs.shard_map(body, mesh=I4, in_specs=value, out_specs=None, check=check)(
             x[:4] if one else x
         )
         assert len(results) == I4.size

@@ -24,7 +24,7 @@ def ints(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def weights(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
-    return [(ints(*shape, seed=at) / 4).requires_grad_() for at, shape in enumerate(shapes)]
+    return [(ints(*shape, seed=index) / 4).requires_grad_() for index, shape in enumerate(shapes)]
 
 
 # -- a subset of the axes ----------------------------------------------------------------
@@ -148,16 +148,16 @@ def test_inner_maps_with_every_layout() -> None:
             return fs.shard_map(inner, axis_names={"y", "z"}, in_specs=p, out_specs=p)(v)
 
         mesh = Mesh({"x": 2, "y": 2, "z": 3}, devices=range(12))
-        whole = x if p != P("z", "y") else ints(6, 6, 2)
-        whole = whole if p != P(None, ("z", "y")) else ints(4, 6, 2)
+        full = x if p != P("z", "y") else ints(6, 6, 2)
+        full = full if p != P(None, ("z", "y")) else ints(4, 6, 2)
         out = fs.shard_map(outer, mesh=mesh, axis_names={"x"}, in_specs=P("x"), out_specs=P("x"))
         if p == P("z", "y"):
             scale = torch.tensor([1.0, 2.0], dtype=F64).repeat_interleave(3)
         else:
             scale = torch.tensor([1.0, 2.0], dtype=F64).repeat_interleave(2)
-        assert torch.equal(out(whole), whole * scale[:, None, None])
-        rows = whole.shape[0] // 2
-        spec = Spec(mesh.submesh("y", "z"), p, shape=(rows, *whole.shape[1:]))
+        assert torch.equal(out(full), full * scale[:, None, None])
+        rows = full.shape[0] // 2
+        spec = Spec(mesh.submesh("y", "z"), p, shape=(rows, *full.shape[1:]))
         assert set(shapes) == {spec.local_shape(0)}
 
 
@@ -251,14 +251,14 @@ def test_pairs_on_the_submesh_of_unmapped_axes() -> None:
         double = fs.shard_map(lambda u: 2 * u, in_specs=P("y"), out_specs=P("y"))
         coords = {"x": int(fs.axis_index("x"))}
         part = MESH.submesh("y", **coords)
-        made = fs.shard(v, Spec(part, P("y"), shape=v.shape, dtype=F64))
-        out = double(made)
+        output = fs.shard(v, Spec(part, P("y"), shape=v.shape, dtype=F64))
+        out = double(output)
         total = fs.psum(v, "x")  # equal along x, as a pair of the full mesh must be
-        whole = double(fs.shard(total, Spec(MESH, P("y"), shape=v.shape, dtype=F64)))
+        full = double(fs.shard(total, Spec(MESH, P("y"), shape=v.shape, dtype=F64)))
         assert isinstance(out, Sharded)
-        assert out.spec == whole.spec == made.spec
+        assert out.spec == full.spec == output.spec
         specs.append(out.spec)
-        return fs.unshard(out) + fs.pcast(fs.unshard(whole), "x", to="varying")
+        return fs.unshard(out) + fs.pcast(fs.unshard(full), "x", to="varying")
 
     mapped = fs.shard_map(
         outer, mesh=MESH, axis_names={"x"}, in_specs=P("x"), out_specs=P("x"), check=False

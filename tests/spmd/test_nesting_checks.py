@@ -22,7 +22,7 @@ def ints(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def weights(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
-    return [(ints(*shape, seed=at) / 4).requires_grad_() for at, shape in enumerate(shapes)]
+    return [(ints(*shape, seed=index) / 4).requires_grad_() for index, shape in enumerate(shapes)]
 
 
 CHECKS: list[Any] = [True, False, "strict", "values", "collectives"]
@@ -35,8 +35,8 @@ def both_checked(outer: Any, inner: Any) -> Callable[..., torch.Tensor]:
         w = fs.pcast(w, "x", to="varying")
 
         def part(u: torch.Tensor) -> torch.Tensor:
-            held = fs.pcast(w, "y", to="varying", src="invariant")
-            return fs.psum(u * u * fs.axis_index("x") * held, "y")
+            stored = fs.pcast(w, "y", to="varying", src="invariant")
+            return fs.psum(u * u * fs.axis_index("x") * stored, "y")
 
         inside = fs.shard_map(part, axis_names={"y"}, in_specs=P("y"), out_specs=P(), check=inner)
         return inside(a)

@@ -99,8 +99,8 @@ def doubled(tree: Any) -> Any:
 
 
 def map_doubled(**options: Any) -> Callable[[Any], Any]:
-    given: dict[str, Any] = {"mesh": MESH, "in_specs": P("x"), "out_specs": (P("x"), None)}
-    mapped: Callable[[Any], Any] = fs.shard_map(doubled, **(given | options))
+    value: dict[str, Any] = {"mesh": MESH, "in_specs": P("x"), "out_specs": (P("x"), None)}
+    mapped: Callable[[Any], Any] = fs.shard_map(doubled, **(value | options))
     return mapped
 
 

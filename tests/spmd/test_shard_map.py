@@ -128,9 +128,9 @@ def test_arguments_with_spec_none_pass_through() -> None:
     assert same is marker
     assert none is None
     assert rows == 2
-    whole = ints(3)
-    kept = fs.shard_map(lambda t: t.shape[0], mesh=MESH, in_specs=None, out_specs=None)
-    assert kept(whole) == 3
+    full = ints(3)
+    saved = fs.shard_map(lambda t: t.shape[0], mesh=MESH, in_specs=None, out_specs=None)
+    assert saved(full) == 3
 
 
 def test_numbers_pass_with_empty_partition() -> None:
@@ -181,11 +181,11 @@ def test_pair_arguments_give_pair_results() -> None:
     )  # fmt: skip
     plain = mapped(x, w)
     assert torch.equal(plain["out"], x @ w)
-    for given in (
+    for value in (
         (pair_of(x, P("x", "y")), w), (x, pair_of(w, P("y"))),
         (tuple(pair_of(x, P("x", "y"))), w),
     ):  # fmt: skip
-        out = mapped(*given)
+        out = mapped(*value)
         assert isinstance(out["out"], Sharded)
         assert out["out"].spec == Spec(MESH, P("x"), shape=(4, 2), dtype=F64)
         assert torch.equal(fs.unshard(out["out"]), x @ w)
@@ -265,8 +265,8 @@ def test_gradcheck_of_every_linear_collective() -> None:
 
     @fs.shard_map(mesh=mesh, in_specs=P("x", "y"), out_specs=P("x", "y"))
     def body(v: torch.Tensor) -> torch.Tensor:
-        whole = fs.all_gather(v, ("y", "x"), tiled=True)
-        part = fs.psum_scatter(whole.sin(), "y", scatter_dimension=0, tiled=True)
+        full = fs.all_gather(v, ("y", "x"), tiled=True)
+        part = fs.psum_scatter(full.sin(), "y", scatter_dimension=0, tiled=True)
         swapped = fs.all_to_all(part, "x", 0, 1, tiled=True)
         moved = fs.ppermute(swapped, ("x", "y"), [(0, 3), (3, 1), (1, 0)])
         mean = fs.pcast(fs.pmean(moved, "x"), "x", to="varying")
@@ -359,17 +359,17 @@ def test_local_map_maps_pairs() -> None:
 
 def test_local_map_redistributes_inputs() -> None:
     x = ints(4, 6).requires_grad_()
-    given = pair_of(x, P("y", "x"), uneven="chunk")
+    value = pair_of(x, P("y", "x"), uneven="chunk")
     strict = fs.local_map(torch.sin, in_specs=P(("y", "x")), out_specs=P(("y", "x")))
     with pytest.raises(ShardingError) as caught:
-        strict(given)
-    asked = given.spec.replace(partition=P(("y", "x")), uneven="chunk")
-    assert str(fs.redistribute(given.spec, asked)).split("\n")[0] in str(caught.value)
+        strict(value)
+    asked = value.spec.replace(partition=P(("y", "x")), uneven="chunk")
+    assert str(fs.redistribute(value.spec, asked)).split("\n")[0] in str(caught.value)
     assert "local_map(sin)" in str(caught.value)
     free = fs.local_map(
         torch.sin, in_specs=P(("y", "x")), out_specs=P(("y", "x")), redistribute_inputs=True
     )
-    out = free(given)
+    out = free(value)
     assert out.spec == asked
     torch.testing.assert_close(fs.unshard(out), x.sin())
     fs.unshard(out).sum().backward()

@@ -150,8 +150,8 @@ def test_in_specs_that_are_not_a_prefix() -> None:
         mapped = fs.shard_map(identity, mesh=MESH, in_specs=in_specs, out_specs=out_specs)
         with pytest.raises(ShardingError, match="tree prefix of the values") as caught:
             mapped(*args)
-        given = str(caught.value).split("\n")[1]
-        assert f"key path {word}" in given.replace("    ", " ") or word in given
+        value = str(caught.value).split("\n")[1]
+        assert f"key path {word}" in value.replace("    ", " ") or word in value
 
 
 def test_collective_along_unmapped_axis() -> None:
@@ -165,14 +165,14 @@ def test_collective_along_unmapped_axis() -> None:
     assert str(caught.value).split("\n\n") == [
         message("shard_map(two)", "v: axis 'y' in P('x', 'y')", rule, fix),
         *(
-            message("", given, rule, fix).lstrip("\n")
-            for given in ("w: axis 'y' in P(unreduced={'y'})", "out_specs[1]: axis 'y' in P('y')")
+            message("", value, rule, fix).lstrip("\n")
+            for value in ("w: axis 'y' in P(unreduced={'y'})", "out_specs[1]: axis 'y' in P('y')")
         ),
     ]
 
 
 def test_axis_named_twice() -> None:
-    for make, given in (
+    for make, value in (
         (lambda: P("x", "x"), "axis 'x' 2 times in P('x', 'x')"),
         (lambda: P("x", reduced={"x"}), "axis 'x' 2 times in P('x'), reduced={'x': 'sum'}"),
     ):
@@ -180,7 +180,7 @@ def test_axis_named_twice() -> None:
             make()
         assert str(caught.value) == message(
             "fs.PartitionSpec",
-            given,
+            value,
             "an axis must be named at most once in a spec",
             "name 'x' for one dim, or in one of unreduced= and reduced=",
         )
@@ -243,9 +243,9 @@ OPTIONS: list[tuple[dict[str, Any], str, str, str]] = [
 @pytest.mark.parametrize("at", range(len(OPTIONS)))
 def test_wrong_options(at: int) -> None:
     options, *words = OPTIONS[at]
-    given = {"mesh": MESH, "in_specs": P(), "out_specs": P()} | options
+    value = {"mesh": MESH, "in_specs": P(), "out_specs": P()} | options
     with pytest.raises(ShardingError) as caught:
-        fs.shard_map(identity, **given)
+        fs.shard_map(identity, **value)
     assert str(caught.value) == message("fs.shard_map", *words)
 
 
@@ -305,10 +305,10 @@ def test_calls_that_do_not_match_the_signature() -> None:
 
 def test_pair_with_another_layout() -> None:
     mapped = fs.shard_map(identity, mesh=MESH, in_specs=P("x"), out_specs=P("x"))
-    given = pair_of(X, P("y"))
+    value = pair_of(X, P("y"))
     with pytest.raises(ShardingError) as caught:
-        mapped(given)
-    prog = fs.redistribute(given.spec, given.spec.replace(partition=P("x")))
+        mapped(value)
+    prog = fs.redistribute(value.spec, value.spec.replace(partition=P("x")))
     lines = str(prog).replace("\n", "\n           ")
     cost = prog.cost()
     assert str(caught.value) == message(
@@ -318,7 +318,7 @@ def test_pair_with_another_layout() -> None:
         "redistribute_inputs=True, or fs.reshard(pair, spec) before the call; it sends at most "
         f"{cost.bytes_sent} B per rank in {cost.launches} launch:\n           {lines}",
     )
-    assert torch.equal(fs.unshard(mapped(fs.reshard(given, P("x")))), X)
+    assert torch.equal(fs.unshard(mapped(fs.reshard(value, P("x")))), X)
 
 
 def test_pair_on_another_mesh() -> None:

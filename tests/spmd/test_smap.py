@@ -32,7 +32,7 @@ def test_smap_shards_any_dim(dim: int) -> None:
 
     assert (body.__name__, body.__doc__) == ("body", "Its docstring.")
     assert torch.equal(body(x), 3 * x)
-    assert set(shapes) == {tuple(2 if at == dim % 3 else 6 for at in range(3))}
+    assert set(shapes) == {tuple(2 if index == dim % 3 else 6 for index in range(3))}
 
 
 def test_smap_axes_are_tree_prefixes() -> None:
@@ -169,6 +169,6 @@ SMAP: list[tuple[dict[str, Any], Any, str]] = [
 @pytest.mark.parametrize("at", range(len(SMAP)))
 def test_smap_errors(at: int) -> None:
     options, x, text = SMAP[at]
-    given: dict[str, Any] = {"mesh": MESH, "axis_name": "x", "in_axes": 0, "out_axes": 0}
+    value: dict[str, Any] = {"mesh": MESH, "axis_name": "x", "in_axes": 0, "out_axes": 0}
     with pytest.raises(ShardingError, match=re.escape(text) + "$"):
-        fs.smap(torch.sin, **(given | options))(x)
+        fs.smap(torch.sin, **(value | options))(x)

@@ -134,12 +134,12 @@ def test_join_is_associative() -> None:
     """f(a, b, c) has the type of f(f(a, b), c)."""
     for a, b, c in itertools.product(ALONG_X, repeat=3):
         for rule in (TypeRule.OTHER, TypeRule.LINEAR, TypeRule.MOVE):
-            whole, first = join_states((a, b, c), rule), join_states((a, b), rule)
+            full, first = join_states((a, b, c), rule), join_states((a, b), rule)
             if isinstance(first, JoinedStates):
                 second = join_states((first.result, c), rule)
-                assert isinstance(second, JoinedStates) == isinstance(whole, JoinedStates)
-                if isinstance(second, JoinedStates) and isinstance(whole, JoinedStates):
-                    assert second.result is whole.result
+                assert isinstance(second, JoinedStates) == isinstance(full, JoinedStates)
+                if isinstance(second, JoinedStates) and isinstance(full, JoinedStates):
+                    assert second.result is full.result
 
 
 def test_linear_rules_keep_the_value_of_unreduced_operands() -> None:
@@ -147,8 +147,8 @@ def test_linear_rules_keep_the_value_of_unreduced_operands() -> None:
     u, v = torch.tensor([2.0, 3.0]), torch.tensor([5.0, 7.0])  # partial sums on two ranks
     c = torch.tensor(11.0)
     states = {"u": States.of({"x": SUM}), "v": States.of({"x": SUM}), "c": INVARIANT}
-    held = {"u": u, "v": v, "c": torch.stack([c, c])}
-    whole = {"u": u.sum(), "v": v.sum(), "c": c}
+    stored = {"u": u, "v": v, "c": torch.stack([c, c])}
+    full = {"u": u.sum(), "v": v.sum(), "c": c}
     functions: dict[TypeRule, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
         TypeRule.LINEAR: torch.add, TypeRule.PRODUCT: torch.mul, TypeRule.SCALED: torch.div,
         TypeRule.OTHER: torch.atan2,
@@ -156,7 +156,7 @@ def test_linear_rules_keep_the_value_of_unreduced_operands() -> None:
     for rule, function in functions.items():
         for a, b in itertools.product("uvc", repeat=2):
             joined = join_states((states[a], states[b]), rule)
-            right = torch.allclose(function(held[a], held[b]).sum(), function(whole[a], whole[b]))
+            right = torch.allclose(function(stored[a], stored[b]).sum(), function(full[a], full[b]))
             unreduced = isinstance(joined, JoinedStates) and joined.result.unreduced
             assert unreduced == right
 

@@ -39,8 +39,8 @@ def run_often(mesh: Mesh, work: Work) -> list[Any]:
     for k, axes, xs, cts in work:
         x, ct = xs[place], cts[place]
         other = x.mT.contiguous().mT if x.ndim > 1 else x
-        given = [(x, ct)] * 3 + [(other, ct.mT.contiguous().mT if ct.ndim > 1 else ct)] * 3
-        outputs.append([on_rank(CASES[k], mesh, axes, *each) for each in given])
+        value = [(x, ct)] * 3 + [(other, ct.mT.contiguous().mT if ct.ndim > 1 else ct)] * 3
+        outputs.append([on_rank(CASES[k], mesh, axes, *item) for item in value])
     assert len(collective_plan._RECORDINGS) > len(work)
     return outputs
 
@@ -49,10 +49,10 @@ def run_often(mesh: Mesh, work: Work) -> list[Any]:
 def test_replayed_collectives_agree_with_the_reference(mesh: Mesh) -> None:
     work: Work = []
     want = []
-    for k, each in enumerate(CASES):
+    for k, item in enumerate(CASES):
         for axes in axes_of(mesh)[-1:]:
-            xs = collective_arguments(each, mesh, axes, F64)
-            ys, cts, grads = by_oracle(each, mesh, axes, xs)
+            xs = collective_arguments(item, mesh, axes, F64)
+            ys, cts, grads = by_oracle(item, mesh, axes, xs)
             work.append((k, axes, xs, cts))
             want.append((ys, grads))
     by_rank = run_ranks(mesh.size, run_often, mesh, work, timeout=100)
@@ -90,12 +90,12 @@ def run_around() -> list[Any]:
 
 
 def test_replays_keep_observers_writes_and_dtypes() -> None:
-    for first, *others in run_ranks(2, run_around):
+    for first, *rest in run_ranks(2, run_around):
         assert first[0].tolist() == [[0.0, 2.0], [2.0, 2.0]]
         assert first[1].tolist() == [4.0, 4.0]
         assert first[3:] == (False, [1.0, 2.0], [torch.float32, F64])
-        for each in others:
-            assert [*map(str, each)] == [*map(str, first)]
+        for item in rest:
+            assert [*map(str, item)] == [*map(str, first)]
 
 
 def run_changing() -> list[int]:
@@ -138,9 +138,9 @@ def run_mutable() -> list[Any]:
         (grad,) = torch.autograd.grad(y, leaf, torch.tensor([[1.0], [2.0]]))
         direct = fs.pshuffle(leaf.detach(), "i", order, mesh=mesh)
         outputs.append((mapped(x).tolist(), direct.tolist(), y.tolist(), grad.tolist()))
-    kept, order = weakref.ref(order), [0, 1]
+    saved, order = weakref.ref(order), [0, 1]
     gc.collect()
-    return [outputs, kept() is None]
+    return [outputs, saved() is None]
 
 
 def test_arguments_changed_in_place_count_as_they_are_at_the_call() -> None:
@@ -172,9 +172,9 @@ def run_equal_numbers() -> list[Any]:
 def test_equal_numbers_of_other_types_are_refused() -> None:
     for outputs in run_ranks(2, run_equal_numbers):
         assert outputs == [
-            each
+            item
             for n in (1, 1, 2, 2)
-            for each in ("  given: axis=0.0 of a result of 2 dims", torch.Size([2, n]))
+            for item in ("  given: axis=0.0 of a result of 2 dims", torch.Size([2, n]))
         ]
 
 
@@ -282,8 +282,8 @@ def test_dispatch_modes_see_every_collective_once(name: str) -> None:
     for counts, graphs in run_ranks(2, run_observed, name):
         assert counts == [1 if name in ("psum", "program") else 2] * 4
         for graph in graphs:
-            assert sum("_c10d_functional" in each for each in graph) == 2  # one, and its wait
-            assert not any("empty" in each for each in graph)
+            assert sum("_c10d_functional" in item for item in graph) == 2  # one, and its wait
+            assert not any("empty" in item for item in graph)
 
 
 def run_batched(work: Work) -> list[Any]:
@@ -305,9 +305,9 @@ def run_batched(work: Work) -> list[Any]:
 
 def test_batched_gradients_equal_single_ones() -> None:
     mesh, work = Mesh(i=2), []
-    for k, each in enumerate(CASES):
-        xs = collective_arguments(each, mesh, ("i",), F64)
-        _, cts, _ = by_oracle(each, mesh, ("i",), xs)
+    for k, item in enumerate(CASES):
+        xs = collective_arguments(item, mesh, ("i",), F64)
+        _, cts, _ = by_oracle(item, mesh, ("i",), xs)
         work.append((k, ("i",), xs, cts))
     for outputs in run_ranks(2, run_batched, work, timeout=100):
         assert [CASES[k // 4].name for k, is_right in enumerate(outputs) if not is_right] == []
@@ -414,16 +414,16 @@ def share_nothing(mesh: Mesh) -> None:
 
         mapped = fs.shard_map(body, mesh=mesh, in_specs=p, out_specs=p, check=False)
         for _ in range(4):
-            given = x.clone()
-            out = mapped(given)
+            value = x.clone()
+            out = mapped(value)
             assert torch.equal(out, 2 * x)
             out.zero_()
-            assert torch.equal(given, x)
-            pair = fs.shard(given, Spec(mesh, p, shape=(4, 6), dtype=F64))
-            whole = fs.unshard(pair)
-            whole.zero_()
+            assert torch.equal(value, x)
+            pair = fs.shard(value, Spec(mesh, p, shape=(4, 6), dtype=F64))
+            full = fs.unshard(pair)
+            full.zero_()
             pair.local.mul_(3)
-            assert torch.equal(given, x)
+            assert torch.equal(value, x)
             assert torch.equal(fs.unshard(Sharded(pair.local, pair.spec)), 3 * x)
 
 
@@ -454,4 +454,4 @@ def test_comm_log_counts_collectives_that_would_be_replayed() -> None:
     mesh = MESHES[1]
     for logs in run_ranks(mesh.size, log_calls, mesh, timeout=100):
         assert all(log == logs[0] for log in logs)
-        assert {each["op"] for each in logs[0]["forward"]} == {"all_reduce", "all_gather"}
+        assert {item["op"] for item in logs[0]["forward"]} == {"all_reduce", "all_gather"}

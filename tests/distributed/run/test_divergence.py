@@ -388,7 +388,7 @@ def lives() -> list[Any]:
         results.append(str(caught.value))
     fs.init(PAIR, timeout=20)
     results.append(once((torch.ones(2), spec)).local.tolist())
-    results.append([int(each.sum()) for each in plain])
+    results.append([int(item.sum()) for item in plain])
     dist.destroy_process_group()
     return results
 
@@ -421,11 +421,11 @@ def test_backend_timeout_names_the_collective(world: int) -> None:
         first, second, *_ = ranks.outcomes(run, late_without_a_check, PAIR, 2, False)
     assert second.error is None
     assert isinstance(first.error, ShardingError)
-    head, given, *rest = str(first.error).split("\n")
+    head, value, *rest = str(first.error).split("\n")
     assert head == (f"fs.psum over x: all_reduce among the ranks (0, 1) did not end "
                     f"{line(late_without_a_check, 4)}")  # fmt: skip
-    assert given.startswith("  given: ")
-    assert "2000ms" in given
+    assert value.startswith("  given: ")
+    assert "2000ms" in value
     rule, fix = rest
     assert rule == (
         "  rule:  every rank of its group must call a collective, within the timeout of "

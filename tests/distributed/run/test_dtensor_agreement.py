@@ -65,9 +65,9 @@ def distribute_all(mesh: Mesh) -> int:
             spec = spec_of(mesh, placements, shape)
             assert spec.placements == placements
             other_value = distribute(x, device_mesh(mesh), placements, src_data_rank=None)
-            own, _ = fs.shard(x, spec)
-            assert_same(own, other_value.to_local(), spec, placements)
-            assert torch.equal(fs.unshard((own, spec)), x)
+            local, _ = fs.shard(x, spec)
+            assert_same(local, other_value.to_local(), spec, placements)
+            assert torch.equal(fs.unshard((local, spec)), x)
             count += 1
     return count
 
@@ -86,8 +86,8 @@ def transitions(mesh: Mesh, kind: str, count: int) -> list[tuple[tuple[int, ...]
     results = []
     for shape in SHAPES:
         for a, b in itertools.product(placements_of(mesh, len(shape), kind), repeat=2):
-            kept = all(p == q for p, q in zip(a, b, strict=True) if isinstance(q, Partial))
-            if kept and (kind == "sum" or any(isinstance(p, Partial) for p in a)):
+            saved = all(p == q for p, q in zip(a, b, strict=True) if isinstance(q, Partial))
+            if saved and (kind == "sum" or any(isinstance(p, Partial) for p in a)):
                 results.append((shape, a, b))
     return random.Random(0).sample(results, min(count, len(results)))
 
@@ -99,10 +99,10 @@ def redistribute_all(mesh: Mesh, kind: str, count: int) -> int:
         src, dst = spec_of(mesh, a, shape), spec_of(mesh, b, shape)
         local = random_locals(src, i)[here(mesh)]
         stride = torch.empty(shape).stride()
-        given = DTensor.from_local(
+        value = DTensor.from_local(
             local.clone(), device_mesh(mesh), a, shape=torch.Size(shape), stride=stride
         )
-        other_value = given.redistribute(placements=b).to_local()
+        other_value = value.redistribute(placements=b).to_local()
         own = fs.redistribute(src, dst)(local)
         assert_same(own, other_value, src, dst, a, b)
     return len(pairs)
@@ -127,11 +127,11 @@ def reorder_all(mesh: Mesh) -> int:
         src = Spec(mesh, p, shape=(12, 12), dtype=torch.float64)
         dst = src.replace(partition=q)
         local = random_locals(src, i)[here(mesh)]
-        given = DTensor.from_local(
+        value = DTensor.from_local(
             local.clone(), device_mesh(mesh), src.placements,
             shape=torch.Size((12, 12)), stride=(12, 1),
         )  # fmt: skip
-        other_value = given.redistribute(placements=dst.placements).to_local()
+        other_value = value.redistribute(placements=dst.placements).to_local()
         assert_same(fs.redistribute(src, dst)(local), other_value, src, dst)
     return len(pairs)
 
@@ -149,9 +149,9 @@ def differentiate_all(mesh: Mesh, count: int) -> int:
     """Compare gradients from sums to targets without sums, where DTensor's are right."""
     fs.init(mesh)
     pairs = [
-        each
-        for each in transitions(mesh, "sum", 4 * count)
-        if not any(isinstance(q, Partial) for q in each[2])
+        item
+        for item in transitions(mesh, "sum", 4 * count)
+        if not any(isinstance(q, Partial) for q in item[2])
     ][:count]
     for i, (shape, a, b) in enumerate(pairs):
         src, dst = spec_of(mesh, a, shape), spec_of(mesh, b, shape)
@@ -159,10 +159,10 @@ def differentiate_all(mesh: Mesh, count: int) -> int:
         cotangent = random_locals(dst.dual, i + 1)[here(mesh)]
         own, other_value = (local.clone().requires_grad_() for _ in range(2))
         stride = torch.empty(shape).stride()
-        given = DTensor.from_local(
+        value = DTensor.from_local(
             other_value, device_mesh(mesh), a, shape=torch.Size(shape), stride=stride
         )
-        given.redistribute(placements=b).to_local().backward(cotangent)
+        value.redistribute(placements=b).to_local().backward(cotangent)
         fs.redistribute(src, dst)(own).backward(cotangent)
         assert own.grad is not None
         assert other_value.grad is not None
@@ -179,17 +179,17 @@ def average_gradient() -> tuple[float, float]:
     mesh = Mesh(x=2)
     fs.init(mesh)
     src = spec_of(mesh, (Partial("avg"),), (1,))
-    own, other_value = (torch.ones(1, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    fs.redistribute(src, spec_of(mesh, (Replicate(),), (1,)))(own).sum().backward()
-    given = DTensor.from_local(other_value, device_mesh(mesh), (Partial("avg"),))
-    given.redistribute(placements=(Replicate(),)).to_local().sum().backward()
-    assert own.grad is not None
+    local, other_value = (torch.ones(1, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    fs.redistribute(src, spec_of(mesh, (Replicate(),), (1,)))(local).sum().backward()
+    value = DTensor.from_local(other_value, device_mesh(mesh), (Partial("avg"),))
+    value.redistribute(placements=(Replicate(),)).to_local().sum().backward()
+    assert local.grad is not None
     assert other_value.grad is not None
-    return own.grad.item(), other_value.grad.item()
+    return local.grad.item(), other_value.grad.item()
 
 
 def test_gradient_of_an_average_that_dtensor_gets_wrong() -> None:
     """The mean of two values has the derivative 1/2 by each of them."""
-    for own, other_value in run_ranks(2, average_gradient):
-        assert own == 0.5
+    for local, other_value in run_ranks(2, average_gradient):
+        assert local == 0.5
         assert other_value == 1.0, "DTensor's has changed: include averages in the test above"

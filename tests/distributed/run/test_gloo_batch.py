@@ -88,7 +88,7 @@ def results(rank: int) -> dict[str, Any]:
             total = sum(((y + 1) ** 2).sum() for y in ys if y.requires_grad)
             grads = torch.autograd.grad(total, inputs, create_graph=True)
         second = torch.autograd.grad(sum((g**2).sum() for g in grads), inputs)
-        numbers = [[each.detach() for each in tensors] for tensors in (ys, grads, second)]
+        numbers = [[item.detach() for item in tensors] for tensors in (ys, grads, second)]
         expected = only(batch, [x is not None and x.requires_grad for x in xs])
         said = len(batch.launches), len(expected.T.launches)
         ran = log.forward.counts.total(), log.backward.counts.total()

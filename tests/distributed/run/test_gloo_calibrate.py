@@ -42,8 +42,8 @@ def assert_sane(topology: fs.Topology) -> None:
 )
 def test_topology_is_equal_on_every_rank(size: int, mesh: fs.Mesh, tmp_path: Path) -> None:
     path = tmp_path / "wires.json"
-    first, *others = run_ranks(size, calibrated, mesh, str(path), timeout=60)
-    assert all(other == first for other in others)
+    first, *rest = run_ranks(size, calibrated, mesh, str(path), timeout=60)
+    assert all(other == first for other in rest)
     assert_sane(first)
     assert first.name == "calibrated"
     assert [axis for axis, _ in first.links] == sorted(a for a, n in mesh.shape.items() if n > 1)

@@ -27,9 +27,9 @@ PART = Mesh({"x": 2}, devices=(3, 1))
 
 def errors(size: int, function: Callable[..., Any], *args: Any) -> list[str]:
     """Return the texts of the `ShardingError` that every rank raises."""
-    results = [each.error for each in outcomes(size, function, *args)]
-    assert all(isinstance(each, ShardingError) for each in results), results
-    return [str(each) for each in results]
+    results = [item.error for item in outcomes(size, function, *args)]
+    assert all(isinstance(item, ShardingError) for item in results), results
+    return [str(item) for item in results]
 
 
 def layouts() -> list[Spec]:
@@ -65,7 +65,7 @@ def move(specs: Sequence[Spec], place: int | None) -> list[dict[str, Any]]:
             with pytest.raises(ShardingError, match="must be sum or avg, which are linear"):
                 fs.shard(x.requires_grad_(), spec)
 
-        free: Any = tuple(each.requires_grad_() for each in random_locals(spec, i))
+        free: Any = tuple(item.requires_grad_() for item in random_locals(spec, i))
         free = free if place is None else free[place]
         row["moved"] = fs.reshard((free, spec), P()).local
         row["free"] = fs.unshard((free, spec))
@@ -114,8 +114,8 @@ class Recorder:
         self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: Group
     ) -> Finish:
         assert x.numel() == sum(send)
-        here = group.index(self.rank)
-        self.sent.append(x.element_size() * sum(n for i, n in enumerate(send) if i != here))
+        place = group.index(self.rank)
+        self.sent.append(x.element_size() * sum(n for i, n in enumerate(send) if i != place))
         finish: Finish = self.inner.all_to_all(x, send, receive, group)
         return finish
 
@@ -129,8 +129,8 @@ def scatter_recorded(specs: Sequence[Spec], src: int) -> list[tuple[torch.Tensor
         for i, spec in enumerate(specs):
             recorder = Recorder(world)
             transport.set_world(recorder)  # type: ignore[arg-type]
-            own = random_global(spec.shape, spec.dtype, i) if dist.get_rank() == src else None
-            rows.append((fs.scatter(own, spec, src=src).local, recorder.sent))
+            local = random_global(spec.shape, spec.dtype, i) if dist.get_rank() == src else None
+            rows.append((fs.scatter(local, spec, src=src).local, recorder.sent))
     finally:
         transport.set_world(world)
     return rows
@@ -146,7 +146,7 @@ def test_scatter_sends_each_rank_its_shard_alone(src: int) -> None:
     for i, spec in enumerate(specs):
         want = fs.shard(random_global(spec.shape, spec.dtype, i), spec).local
         neutral = dict(spec.partition.unreduced_kinds)
-        others = 0
+        rest = 0
         for place, rank in enumerate(MESH.ranks):
             local, sent = by_rank[rank][i]
             torch.testing.assert_close(local, want[place], rtol=0, atol=0)
@@ -154,10 +154,10 @@ def test_scatter_sends_each_rank_its_shard_alone(src: int) -> None:
                 MESH.coords(rank)[axis] and kind != "avg" for axis, kind in neutral.items()
             )
             if rank != src:
-                others += 0 if absent else spec.local_nbytes(rank)
+                rest += 0 if absent else spec.local_nbytes(rank)
                 assert sent == [0, 0], "the header and the shards come from src alone"
         header, shards = by_rank[src][i][1]
-        assert shards == others, spec
+        assert shards == rest, spec
         assert header == 3 * 67 * 8
 
 
@@ -165,11 +165,11 @@ def scatter_with_gradient(spec: Spec, src: int, grad: bool) -> tuple[Any, Any, b
     fs.init(MESH)
     x = random_global(spec.shape, spec.dtype).requires_grad_(grad)
     # What the others give is not looked at.
-    given = x if dist.get_rank() == src else torch.zeros(3, requires_grad=True)
-    local = fs.scatter(given, spec, src=src).local
+    value = x if dist.get_rank() == src else torch.zeros(3, requires_grad=True)
+    local = fs.scatter(value, spec, src=src).local
     if grad:
         (fs.unshard((local, spec)) ** 2).sum().backward()
-    return x.grad, given.grad if given is not x else None, local.requires_grad
+    return x.grad, value.grad if value is not x else None, local.requires_grad
 
 
 def test_gradient_of_scatter_is_on_src() -> None:
@@ -241,11 +241,11 @@ def infer(specs: Sequence[Spec]) -> list[tuple[Spec, ...]]:
     rows = []
     for spec in specs:
         local = random_locals(spec)[place].requires_grad_()
-        sizes = {dim: cut for dim, cut in enumerate(spec.sizes) if cut is not None}
-        given = fs.from_local(local, MESH, spec.partition, sizes=sizes)
-        assert given.local is local
+        sizes = {dim: sharded for dim, sharded in enumerate(spec.sizes) if sharded is not None}
+        value = fs.from_local(local, MESH, spec.partition, sizes=sizes)
+        assert value.local is local
         results = [
-            given.spec,
+            value.spec,
             fs.from_local(local, MESH, spec.partition, sizes=sizes, check=False).spec,
         ]
         results.append(fs.from_local(local, MESH, spec.partition).spec)
@@ -356,7 +356,7 @@ def outside() -> dict[str, Any]:
         "shard_map": double(x),
     }
     assert fs.from_local(torch.ones(2 * inside), PART, P("x"), shape=(4,)).spec == spec
-    return {key: each.detach() for key, each in results.items()} | {"grad": x.grad}
+    return {key: item.detach() for key, item in results.items()} | {"grad": x.grad}
 
 
 def test_rank_outside_of_the_mesh_gets_empty_tensors() -> None:
@@ -387,11 +387,11 @@ def simulate_inside() -> tuple[Any, ...]:
     prog = fs.redistribute(spec, spec.replace(partition=P()))
     out = prog(locals_)
     unsharded = fs.unshard((out, prog.dst))
-    made = fs.from_local(locals_, mesh, P("a"))
+    output = fs.from_local(locals_, mesh, P("a"))
     totals = fs.simulate(mesh, lambda: fs.psum(torch.ones(()), "a", mesh=mesh).item())
     # The processes are ranks still.
     real = fs.psum(torch.tensor(float(dist.get_rank())), ("x", "y"), mesh=MESH)
-    return len(out), unsharded.tolist(), made.spec == spec, totals, real.item()
+    return len(out), unsharded.tolist(), output.spec == spec, totals, real.item()
 
 
 def test_simulation_inside_a_rank() -> None:
@@ -450,13 +450,13 @@ def test_init_under_torchrun(bare: Ranks, tmp_path: Path) -> None:
 
 
 def init_without_environment() -> str:
-    kept = {name: os.environ.pop(name) for name in ("RANK", "MASTER_ADDR")}
+    saved = {name: os.environ.pop(name) for name in ("RANK", "MASTER_ADDR")}
     try:
         fs.init(Mesh(x=2))
     except ShardingError as error:
         return str(error)
     finally:
-        os.environ.update(kept)
+        os.environ.update(saved)
     return ""
 
 

@@ -86,8 +86,8 @@ def move(progs: list[Program]) -> list[tuple[Any, Any, Any]]:
             assert prog(None).shape == (0,)
             results.append((None, None, None))
             continue
-        own = [mine_of(prog.src, 1), mine_of(prog.dst.dual, 2), mine_of(prog.src, 3)]
-        x, g, h = (each.requires_grad_() for each in own)
+        local = [mine_of(prog.src, 1), mine_of(prog.dst.dual, 2), mine_of(prog.src, 3)]
+        x, g, h = (item.requires_grad_() for item in local)
         y = prog(x)
         (back,) = torch.autograd.grad(y, x, g, create_graph=True)
         (twice,) = torch.autograd.grad(back, g, h)
@@ -115,9 +115,9 @@ def assert_moved(progs: list[Program], size: int) -> None:
     for i, prog in enumerate(progs):
         src, dst = prog.src, prog.dst
         ys, back, twice = ([rows[i][which] for rows in actual] for which in range(3))
-        for ranks, each in ((dst, ys), (src, back), (dst, twice)):
+        for ranks, item in ((dst, ys), (src, back), (dst, twice)):
             outside = set(ranks_of(prog).ranks).difference(ranks.mesh.ranks)
-            assert all(each[rank].shape == (0,) for rank in outside)
+            assert all(item[rank].shape == (0,) for rank in outside)
         unsharded, cotangent = global_of(src, random_locals(src, 1)), random_locals(dst.dual, 2)
         assert global_of(dst, [ys[rank] for rank in dst.mesh.ranks]).equal(unsharded), prog
         assert global_of(src.dual, [back[rank] for rank in src.mesh.ranks]).equal(

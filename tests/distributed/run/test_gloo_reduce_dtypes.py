@@ -27,9 +27,9 @@ def reductions(dtype: torch.dtype, join: bool) -> list[torch.Tensor]:
         row = (torch.tensor(ROWS[rank]) - 128 * (dtype.itemsize == 8)).to(dtype)
     run: list[Callable[..., Any]] = list(OPS)
     run += [fs.pmean] if dtype.is_floating_point else []
-    made = [op(row, "x", mesh=MESH, **tiled(op)) for op in run]
-    assert {each.dtype for each in made} == {dtype}
-    return [each.contiguous().view(torch.uint8) for each in made]
+    output = [op(row, "x", mesh=MESH, **tiled(op)) for op in run]
+    assert {item.dtype for item in output} == {dtype}
+    return [item.contiguous().view(torch.uint8) for item in output]
 
 
 def tiled(op: object) -> dict[str, bool]:
@@ -44,8 +44,8 @@ def tiled(op: object) -> dict[str, bool]:
 def test_reductions_of_rare_dtypes(dtype: torch.dtype) -> None:
     simulated = fs.simulate(MESH, reductions, dtype, False)
     real = run_ranks(2, reductions, dtype, True)
-    for own, other_value in zip(simulated, real, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(own, other_value, strict=True))
+    for local, other_value in zip(simulated, real, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(local, other_value, strict=True))
 
 
 def test_maximum_of_unsigned_integers() -> None:
@@ -72,14 +72,14 @@ def of_views(join: bool) -> list[torch.Tensor]:
             fs.ppermute(view, "x", [(0, 1), (1, 0)], mesh=MESH),
             fs.pbroadcast(view, "x", 1, mesh=MESH),
         ]
-    return [each.resolve_conj().resolve_neg() for each in results]
+    return [item.resolve_conj().resolve_neg() for item in results]
 
 
 def test_conjugated_and_negated_views() -> None:
     simulated = fs.simulate(MESH, of_views, False)
     real = run_ranks(2, of_views, True)
-    for own, other_value in zip(simulated, real, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(own, other_value, strict=True))
-    gathered = torch.tensor([each[:2] for each in ROWS], dtype=torch.complex64) * (1 - 2j)
+    for local, other_value in zip(simulated, real, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(local, other_value, strict=True))
+    gathered = torch.tensor([item[:2] for item in ROWS], dtype=torch.complex64) * (1 - 2j)
     assert torch.equal(real[0][3], gathered)
     assert torch.equal(real[1][10], gathered.imag)

@@ -267,8 +267,8 @@ def test_nothing_is_launched_along_axes_of_size_one_or_without_elements() -> Non
     for i, prog in enumerate(programs):
         want, _ = run_case(case(prog, 1), range(2), simulated=True)
         for rank in (0, 1):
-            for own, everyone in zip(by_rank[rank][i][0], want, strict=True):
-                assert_same(own[0], everyone[rank])
+            for local, everyone in zip(by_rank[rank][i][0], want, strict=True):
+                assert_same(local[0], everyone[rank])
 
 
 # -- pending results -------------------------------------------------------------------
@@ -278,19 +278,19 @@ def run_async(mesh: Mesh, cases: Sequence[Case]) -> list[Any]:
     """Launch all programs, wait for them in reverse order, then differentiate."""
     fs.init(mesh)
     place = list(mesh.ranks).index(dist.get_rank())
-    xs = [each.locals_[place].clone().requires_grad_(each.orders > 0) for each in cases]
-    pending = [each.prog(x, async_op=True) for each, x in zip(cases, xs, strict=True)]
+    xs = [item.locals_[place].clone().requires_grad_(item.orders > 0) for item in cases]
+    pending = [item.prog(x, async_op=True) for item, x in zip(cases, xs, strict=True)]
     assert repr(pending[0]) == "<Pending, under way>"
-    ys = [each.wait() for each in reversed(pending)][::-1]
+    ys = [item.wait() for item in reversed(pending)][::-1]
     assert repr(pending[0]) == "<Pending, waited for>"
     refused = []
-    for each in pending:
+    for item in pending:
         with pytest.raises(fs.ShardingError, match="must be waited for once") as caught:
-            each.wait()
+            item.wait()
         refused.append(str(caught.value))
     grads = [
-        torch.autograd.grad(y, x, each.cotangents[0][place])[0] if each.orders else None
-        for each, x, y in zip(cases, xs, ys, strict=True)
+        torch.autograd.grad(y, x, item.cotangents[0][place])[0] if item.orders else None
+        for item, x, y in zip(cases, xs, ys, strict=True)
     ]
     return list(zip([y.detach() for y in ys], grads, strict=True))
 
@@ -302,8 +302,8 @@ def test_async_results_and_gradients() -> None:
     most = Spec(mesh, P(unreduced={"x": "max"}), shape=(4,))
     cases.append(case(fs.redistribute(most, most.replace(partition=P("y")))))
     by_rank = run_ranks(4, run_async, mesh, tuple(cases))
-    for i, each in enumerate(cases):
-        want, _ = run_case(each, range(4), simulated=True)
+    for i, item in enumerate(cases):
+        want, _ = run_case(item, range(4), simulated=True)
         for rank in range(4):
             result, grad = by_rank[rank][i]
             assert_same(result, want[0][rank])
@@ -397,14 +397,14 @@ def test_bytes_of_wire_dtypes(
     prog = fs.redistribute(
         src, src.replace(partition=P(None, "x")), forward_dtype=there, backward_dtype=back
     )
-    each = case(prog, 1)
-    results, events = run_case(each, range(2), simulated=True)
+    item = case(prog, 1)
+    results, events = run_case(item, range(2), simulated=True)
     # Half of a local of 8 numbers leaves each rank.
     assert sorted((phase, nbytes) for *_, nbytes, phase in events) == [
         *[("backward", bytes_back // 2)] * 2, *[("forward", bytes_there // 2)] * 2,
     ]  # fmt: skip
     assert all(x.dtype == torch.float32 for tensors in results for x in tensors)
-    check_cases(mesh, [each])
+    check_cases(mesh, [item])
 
 
 def test_wire_dtype_rounds_the_sent_values() -> None:
@@ -432,10 +432,10 @@ def test_maxima_share_gradients_among_ties() -> None:
         cotangents = random_locals(dst.dual, 4), random_locals(src.replace(partition=P()), 5)
         cases.append(Case(prog, tied, 1, "plain", cotangents))
     check_cases(mesh, cases)
-    for each in cases:
-        (_, grads), _ = run_case(each, range(4), simulated=True)
-        pooled = torch.stack(each.locals_).requires_grad_()
-        reduce = torch.amax if "max" in str(each.prog.src) else torch.amin
-        cotangent = fs.unshard((each.cotangents[0], each.prog.dst))
+    for item in cases:
+        (_, grads), _ = run_case(item, range(4), simulated=True)
+        pooled = torch.stack(item.locals_).requires_grad_()
+        reduce = torch.amax if "max" in str(item.prog.src) else torch.amin
+        cotangent = fs.unshard((item.cotangents[0], item.prog.dst))
         (want,) = torch.autograd.grad(reduce(pooled, 0), pooled, cotangent)
         torch.testing.assert_close(torch.stack(grads), want)

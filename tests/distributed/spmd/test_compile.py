@@ -146,8 +146,8 @@ def run_bodies(at: int) -> list[Any]:
     x = random_global((4, 3), F64, dist.get_rank()) / 4
     results = []
     for backend in (None, *BACKENDS):
-        made = BODIES[at] if backend is None else compiled(BODIES[at], backend)
-        f = fs.shard_map(made, mesh=MESH, in_specs=P("i"), out_specs=P("i"), check=False)
+        output = BODIES[at] if backend is None else compiled(BODIES[at], backend)
+        f = fs.shard_map(output, mesh=MESH, in_specs=P("i"), out_specs=P("i"), check=False)
         leaf = x.clone().requires_grad_()
         y = f(Sharded(leaf, Spec(MESH, P("i"), shape=(8, 3), dtype=F64))).local
         results.append((y.detach(), torch.autograd.grad(y, leaf, y.detach().cos())[0]))
@@ -156,8 +156,8 @@ def run_bodies(at: int) -> list[Any]:
 
 @pytest.mark.parametrize("at", range(len(BODIES)), ids=lambda at: BODIES[at].__name__)
 def test_compiled_bodies_in_a_shard_map(at: int) -> None:
-    for eager, *others in run_ranks(2, run_bodies, at, timeout=100):
-        for item in others:
+    for eager, *rest in run_ranks(2, run_bodies, at, timeout=100):
+        for item in rest:
             torch.testing.assert_close(item, eager)
 
 

@@ -58,21 +58,21 @@ def of_ops(name: str) -> list[torch.Tensor]:
 @pytest.mark.parametrize("name", OPS)
 def test_transforms_of_collectives(name: str) -> None:
     by_rank = run_ranks(2, of_ops, name, timeout=60)
-    whole = OPS[name][1]
+    full = OPS[name][1]
 
     def part(y: torch.Tensor, index: int) -> torch.Tensor:
         return y[index] if name == "exchange" else y
 
     def total(x: torch.Tensor) -> torch.Tensor:
         counts = 2 if name == "gather" else 1  # varying values differ by rank
-        return torch.sum(whole(x)) * counts
+        return torch.sum(full(x)) * counts
 
-    tangent = torch.autograd.functional.jvp(whole, X, X + 1)[1]
+    tangent = torch.autograd.functional.jvp(full, X, X + 1)[1]
     gradient, other = grad(total)(X), grad(total)(X + 1)
     for index, results in enumerate(by_rank):
-        torch.testing.assert_close(results[0], part(whole(X), index))
+        torch.testing.assert_close(results[0], part(full(X), index))
         torch.testing.assert_close(results[1], part(tangent, index))
-        both = torch.stack([part(whole(X), index), part(whole(X + 1), index)])
+        both = torch.stack([part(full(X), index), part(full(X + 1), index)])
         torch.testing.assert_close(results[2], both)
         torch.testing.assert_close(results[3], gradient[index])
         torch.testing.assert_close(results[5], torch.stack([gradient[index], other[index]]))

@@ -244,16 +244,16 @@ def redistribute_pairs(mesh: Mesh) -> tuple[Any, ...]:
         out_specs=(P(("y", "x")), None), redistribute_inputs=True, check=False,
     )  # fmt: skip
     out, number = mapped(pair, 1)
-    whole = fs.unshard(out)
-    (grad,) = torch.autograd.grad(whole.sum(), x)
-    return str(out.spec), whole.detach(), grad, number
+    full = fs.unshard(out)
+    (grad,) = torch.autograd.grad(full.sum(), x)
+    return str(out.spec), full.detach(), grad, number
 
 
 def test_redistribute_inputs_converts_pairs() -> None:
     x = reals(6, 4)
-    for text, whole, grad, number in run_ranks(4, redistribute_pairs, TWO):
+    for text, full, grad, number in run_ranks(4, redistribute_pairs, TWO):
         assert (text, number) == ("f64[6@(y,x):chunk,4]", 2)
-        torch.testing.assert_close(whole, x.sin())
+        torch.testing.assert_close(full, x.sin())
         torch.testing.assert_close(grad, x.cos())
 
 

@@ -131,8 +131,8 @@ def collectives(mesh: Mesh) -> Callable[..., Any]:
 
     @fs.shard_map(mesh=mesh, in_specs=P("x", "y"), out_specs=P("x", "y"))
     def body(v: torch.Tensor) -> torch.Tensor:
-        whole = fs.all_gather(v, ("y", "x"), tiled=True)
-        part = fs.psum_scatter(whole.sin(), "y", tiled=True)
+        full = fs.all_gather(v, ("y", "x"), tiled=True)
+        part = fs.psum_scatter(full.sin(), "y", tiled=True)
         swapped = fs.all_to_all(part, "x", 0, 1, tiled=True)
         last = fs.axis_size(("x", "y")) - 1
         moved = fs.ppermute(swapped, ("x", "y"), [(0, last), (last, 1), (1, 0)])

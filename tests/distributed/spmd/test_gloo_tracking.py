@@ -43,7 +43,7 @@ def work_of(mesh: Mesh, count: int) -> list[Work]:
 
 def results(mesh: Mesh, work: list[Work], check: bool | str) -> list[list[torch.Tensor]]:
     """Return all tensors of each recipe, and the gradients of its inputs."""
-    made = []
+    output = []
     for recipe, specs, seed in work:
         program, xs = Program(mesh, recipe), inputs_of(mesh, specs, seed)
         types = program.find_types(xs, specs, check)[0]
@@ -54,8 +54,8 @@ def results(mesh: Mesh, work: list[Work], check: bool | str) -> list[list[torch.
         ys = f(*xs)
         end = sum((torch.tanh(y).sum() for y in ys), torch.zeros(()))
         grads = torch.autograd.grad(end, xs, materialize_grads=True)
-        made.append([*(y.detach() for y in ys), *grads])
-    return made
+        output.append([*(y.detach() for y in ys), *grads])
+    return output
 
 
 def on_ranks(mesh: Mesh, work: list[Work], check: bool | str) -> list[list[torch.Tensor]]:

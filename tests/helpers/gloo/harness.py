@@ -77,10 +77,10 @@ class Ranks:
             key=lambda outcome: (not isinstance(outcome.error, RankDied), outcome.seconds),
         )
         if failed:
-            first, *others = failed
+            first, *rest = failed
             assert first.error is not None
             first.error.add_note(f"on rank {first.rank} of {self.size}:\n{first.traceback}")
-            for each in others:
+            for each in rest:
                 first.error.add_note(f"rank {each.rank}: {type(each.error).__name__}: {each.error}")
             raise first.error
         return [each.result for each in done]
@@ -105,7 +105,7 @@ class Ranks:
         except BaseException:
             self.kill()
             raise
-        if any(isinstance(each.error, RankDied | RankHung) for each in answers):
+        if any(isinstance(item.error, RankDied | RankHung) for item in answers):
             self.kill()
         return answers
 
@@ -224,8 +224,8 @@ class Ranks:
             process.kill()
         for process in self.processes:
             process.wait()
-        for each in (*self.connections, *self.logs):
-            each.close()
+        for item in (*self.connections, *self.logs):
+            item.close()
         self.processes, self.connections, self.logs, self.store = [], [], [], None
 
 

@@ -82,7 +82,7 @@ def run_all(mesh: Mesh, cases: Sequence[Case]) -> list[Any]:
 
 def run_here(mesh: Mesh, cases: Sequence[Case]) -> list[Any]:
     place = list(mesh.ranks).index(dist.get_rank())
-    return [run_case(each, (place,), simulated=False) for each in cases]
+    return [run_case(item, (place,), simulated=False) for item in cases]
 
 
 def assert_same(actual: torch.Tensor, want: torch.Tensor) -> None:
@@ -99,9 +99,9 @@ def check_cases(mesh: Mesh, cases: Sequence[Case]) -> None:
         for place, rank in enumerate(mesh.ranks):
             actual, some = by_rank[rank][i]
             sent += some
-            for order, (own, everyone) in enumerate(zip(actual, want, strict=True)):
+            for order, (local, everyone) in enumerate(zip(actual, want, strict=True)):
                 try:
-                    assert_same(own[0], everyone[place])
+                    assert_same(local[0], everyone[place])
                 except AssertionError as error:
                     raise AssertionError(
                         f"rank {rank}, derivative {order}, {each.memory}:\n{each.prog}"

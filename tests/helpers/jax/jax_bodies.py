@@ -74,11 +74,13 @@ class TorchWorld:
         def gradients(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
             higher = any(x.requires_grad for x in xs)
             with torch.enable_grad():
-                own = [x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for x in xs]
-                loss = fn(*own)
+                local = [
+                    x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for x in xs
+                ]
+                loss = fn(*local)
                 if not loss.requires_grad:
                     return tuple(torch.zeros_like(x) for x in xs)
-                results = torch.autograd.grad(loss, own, create_graph=higher, allow_unused=True)
+                results = torch.autograd.grad(loss, local, create_graph=higher, allow_unused=True)
             return tuple(
                 torch.zeros_like(x) if g is None else g for x, g in zip(xs, results, strict=True)
             )
@@ -162,8 +164,8 @@ def mapped(case: Case, check: Any) -> Callable[..., Any]:
         return lambda *xs: case.body(world, *xs)
 
     def run(*xs: torch.Tensor) -> Any:
-        cut = len(xs) - case.closed
-        given, closed = xs[:cut], xs[cut:]
+        sharded = len(xs) - case.closed
+        value, closed = xs[:sharded], xs[sharded:]
 
         def body(*own: torch.Tensor) -> Any:
             return case.body(world, *own, *closed)
@@ -172,7 +174,7 @@ def mapped(case: Case, check: Any) -> Callable[..., Any]:
         return fs.shard_map(
             body, mesh=case.mesh, in_specs=case.in_specs, out_specs=case.out_specs, check=check,
             **names,
-        )(*given)  # fmt: skip
+        )(*value)  # fmt: skip
 
     return run
 

@@ -31,9 +31,9 @@ def reductions() -> list[Case]:
     both = P(("x", "y"))
     return [
         case("psum", I4, P("i"), P(), x8, lambda w, x: w.psum(x, "i")),
-        case("psum, cut again", I4, P("i"), P("i"), x4,
+        case("psum, sharded again", I4, P("i"), P("i"), x4,
              lambda w, x: w.pcast(w.psum(x, "i"), "i", to="varying")),
-        case("psum, cut again uncast", I4, P("i"), P("i"), x4, lambda w, x: w.psum(x, "i"),
+        case("psum, sharded again uncast", I4, P("i"), P("i"), x4, lambda w, x: w.psum(x, "i"),
              casts=False),
         case("psum of an invariant value", I4, P(), P(), x4, lambda w, x: w.psum(x, "i"),
              casts=False),
@@ -123,7 +123,7 @@ def gathers() -> list[Case]:
 
 def exchanges() -> list[Case]:
     m, both = ramp(4, 4), P(("x", "y"))
-    cut = {"all_to_all(1, 0, tiled)": ((1, 0, True), P("i"), P(None, "i"), (4, 4)),
+    sharded = {"all_to_all(1, 0, tiled)": ((1, 0, True), P("i"), P(None, "i"), (4, 4)),
            "all_to_all(0, 1, tiled)": ((0, 1, True), P(None, "i"), P("i"), (4, 4)),
            "all_to_all(1, 1, tiled)": ((1, 1, True), P("i"), P(None, "i"), (4, 4)),
            "all_to_all(0, 0)": ((0, 0, False), P("i"), P("i"), (16, 1)),
@@ -135,7 +135,7 @@ def exchanges() -> list[Case]:
                  lambda w, x, s=split, c=concat, t=tiled: w.all_to_all(x, "i", s, c, tiled=t),
                  # The transpose of JAX 0.10 fails where the dims differ.
                  grad=tiled or split == concat)
-            for name, ((split, concat, tiled), ins, outs, shape) in cut.items()
+            for name, ((split, concat, tiled), ins, outs, shape) in sharded.items()
         ),
         Case("all_to_all over (x, y)", XY, both, P(None, ("x", "y")), (m,),
              lambda w, x: w.all_to_all(x, ("x", "y"), 1, 1, tiled=True)),
@@ -200,38 +200,38 @@ def states() -> list[Case]:
 
 def boundary() -> list[Case]:
     """Return bodies with reduced and unreduced arguments and results."""
-    addends, reduced, cut = P(unreduced={"i"}), P(reduced={"i"}), P("i")
+    addends, reduced, sharded = P(unreduced={"i"}), P(reduced={"i"}), P("i")
     matmul = (P("i"), P(None, None, reduced={"i"}))
 
     def varying(w: Any, x: Any, axes: Any = "i") -> Any:
         return w.pcast(x, axes, src="reduced", to="varying")
 
     return [
-        Case("gathered, reduced out", I4, cut, reduced, (ramp(8),),
+        Case("gathered, reduced out", I4, sharded, reduced, (ramp(8),),
              lambda w, x: w.all_gather(x, "i", tiled=True, to="reduced")),
         Case("cast, reduced out", I4, P(), reduced, (ramp(4),),
              lambda w, x: w.pcast(x, "i", to="reduced")),
-        Case("reduced in, varying out", I4, reduced, cut, (ramp(3),), varying),
+        Case("reduced in, varying out", I4, reduced, sharded, (ramp(3),), varying),
         Case("reduced through", I4, reduced, reduced, (ramp(4),), lambda w, x: x * x),
         Case("reduced, reshaped", I4, reduced, reduced, (ramp(4),), lambda w, x: x.reshape(2, 2)),
         Case("reduced, summed", I4, reduced, reduced, (ramp(4),), lambda w, x: (x * x).sum()),
         Case("reduced, transposed", I4, (P(reduced={"i"}), P(None, "i")), P(None, "i"),
              (ramp(2, 3), ramp(2, 4)), lambda w, x, y: varying(w, x.T) @ y),
-        Case("reduced meets cut", I4, matmul, cut, (ramp(8, 2), ramp(2, 3)),
+        Case("reduced meets sharded", I4, matmul, sharded, (ramp(8, 2), ramp(2, 3)),
              lambda w, x, y: x @ varying(w, y)),
-        Case("reduced meets cut, uncast", I4, matmul, cut, (ramp(8, 2), ramp(2, 3)),
+        Case("reduced meets sharded, uncast", I4, matmul, sharded, (ramp(8, 2), ramp(2, 3)),
              lambda w, x, y: x @ y, casts=False),
-        Case("reduced plus cut", I4, (cut, reduced), P(), (ramp(8), ramp(2)),
+        Case("reduced plus sharded", I4, (sharded, reduced), P(), (ramp(8), ramp(2)),
              lambda w, x, y: w.psum((x + varying(w, y)) ** 2, "i")),
-        Case("reduced along x, cut along y", XY, (P("x", "y"), P("y", None, reduced={"x"})),
+        Case("reduced along x, sharded along y", XY, (P("x", "y"), P("y", None, reduced={"x"})),
              P("x"), (ramp(4, 2), ramp(2, 3)),
              lambda w, x, y: w.psum(x @ varying(w, y, "x"), "y")),
         Case("gathered along y, summed along x", XY, P("x", "y"), P(reduced={"y"}), (ramp(2, 4),),
              lambda w, x: w.psum(w.all_gather(x, "y", axis=1, tiled=True, to="reduced").sum(),
                                  "x")),
-        Case("unreduced out", I4, cut, addends, (ramp(8),),
+        Case("unreduced out", I4, sharded, addends, (ramp(8),),
              lambda w, x: w.pcast(x, "i", to="unreduced")),
-        Case("unreduced in, scattered", I4, addends, cut, (ramp(8),),
+        Case("unreduced in, scattered", I4, addends, sharded, (ramp(8),),
              lambda w, x: w.psum_scatter(x, "i", tiled=True)),
         Case("unreduced in, summed", I4, addends, P(), (ramp(4),), lambda w, x: w.psum(x, "i")),
         Case("unreduced through, reduced factor", I4, (addends, reduced), addends,
@@ -327,7 +327,7 @@ def compositions() -> list[Case]:
              lambda w, a, b: (a * a, b * b)),
         Case("one result is not used", I4, P("i"), P("i"), (ramp(8),),
              lambda w, x: (x[:1], x[1:])[0]),
-        Case("a scalar to be cut", I4, P("i"), P("i"), (ramp(8),),
+        Case("a scalar to be sharded", I4, P("i"), P("i"), (ramp(8),),
              lambda w, x: (x * x).sum()[None]),
         Case("attention of heads", I4, (P("i"), P(), P()), P("i"), (ramp(4, 2), ramp(2), ramp(2)),
              lambda w, q, k, v: q * k[None] + v[None], casts=False),

@@ -156,10 +156,10 @@ def case_of(program: Program, casts: bool) -> Case:
             n * (program.mesh.axis_size(axes) if axes else 1)
             for n, axes in itertools.zip_longest(shape, spec.dims, fillvalue=())
         ]
-        made = torch.rand(
+        output = torch.rand(
             sizes, generator=torch.Generator().manual_seed(index), dtype=torch.float64
         )
-        args.append(2 * made - 1)
+        args.append(2 * output - 1)
     specs = tuple(spec for _, spec in program.inputs)
     inner = tuple(specs[index] for index in program.inner[1]) if program.inner else ()
     return Case(
@@ -179,12 +179,12 @@ def one_by_one(case: Case) -> Case:
         return P(*dims, reduced=reduced, unreduced=unreduced)
 
     def body(world: Any, *xs: Any) -> Any:
-        cut = len(case.in_specs)
+        sharded = len(case.in_specs)
         ins, outs = (
             tuple(along(p, [last]) for p in specs) for specs in (case.in_specs, case.out_specs)
         )
-        inner = world.nest(lambda *own: case.body(world, *own, *xs[cut:]), ins, outs, {last})
-        return inner(*xs[:cut])
+        inner = world.nest(lambda *own: case.body(world, *own, *xs[sharded:]), ins, outs, {last})
+        return inner(*xs[:sharded])
 
     ins, outs = (tuple(along(p, first) for p in specs) for specs in (case.in_specs, case.out_specs))
     return replace(case, in_specs=ins, out_specs=outs, body=body, axes={*first})
@@ -217,8 +217,8 @@ def result_of(
     axes: Axes = options.get("axes", ())
     shape, varying = value.shape, value.varying
     if op in ("psum", "pmean", "pmax"):
-        kept = {word: getattr(value, word) - {*axes} for word in STATES}
-        return Value(shape, **kept), cast_to(args, 0, axes)
+        saved = {word: getattr(value, word) - {*axes} for word in STATES}
+        return Value(shape, **saved), cast_to(args, 0, axes)
     if op == "pcast":
         moved = {word: getattr(value, word) - {*axes} for word in STATES}
         moved[options["to"]] |= frozenset(axes)

@@ -128,15 +128,15 @@ def _split(x: torch.Tensor, kind: str, n: int, generator: torch.Generator) -> li
     if kind == "sum" and x.dtype.is_floating_point and x.dtype.itemsize < 4:
         return _exact_partial_sums(x, n, generator)
     if kind in ("sum", "avg"):
-        others = [(draw() if exact else draw() / 4).to(x.dtype) for _ in range(n - 1)]
+        rest = [(draw() if exact else draw() / 4).to(x.dtype) for _ in range(n - 1)]
         full = x * n if kind == "avg" else x
-        return [*others, full - sum(others)]
+        return [*rest, full - sum(rest)]
     if kind == "product":
-        others = [torch.ones_like(x) if exact else (draw() / 2).to(x.dtype) for _ in range(n - 1)]
+        rest = [torch.ones_like(x) if exact else (draw() / 2).to(x.dtype) for _ in range(n - 1)]
         last = x.clone()
-        for item in others:
+        for item in rest:
             last = last / item if not exact else last
-        return [*others, last]
+        return [*rest, last]
     owner = torch.randint(0, n, x.shape, generator=generator)
     if x.dtype == torch.bool:
         losing = torch.full_like(x, kind == "min")

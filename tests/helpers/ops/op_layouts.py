@@ -120,8 +120,8 @@ def _choices(
                  for i in range(1, maximum)]  # fmt: skip
     alone = [(*full[:i], option, *full[i + 1 :])
              for i, x in enumerate(options) for option in x[1:]]  # fmt: skip
-    others = (tuple(draw.choice(x) for x in options) for _ in range(4 * limit))
-    for choice in itertools.chain(together, from_last, alone, others):
+    rest = (tuple(draw.choice(x) for x in options) for _ in range(4 * limit))
+    for choice in itertools.chain(together, from_last, alone, rest):
         if choice not in seen:
             seen.add(choice)
             yield choice

@@ -104,8 +104,8 @@ def maker(times: int = 1) -> Callable[[Maker], Maker]:
 
 def one(r: Random, values: list[torch.Tensor], dims: int = 0) -> int | None:
     """Return the number of a float of at least `dims` dims; the newest as often as all others."""
-    found = [arg for arg in floats(values) if values[arg].ndim >= dims]
-    return None if not found else found[-1] if r.random() < 0.5 else r.choice(found)
+    result = [arg for arg in floats(values) if values[arg].ndim >= dims]
+    return None if not result else result[-1] if r.random() < 0.5 else r.choice(result)
 
 
 @maker(2)
@@ -135,9 +135,9 @@ def constant(r: Random, values: list[torch.Tensor]) -> Draw | None:
         return None
     x = values[arg]
     shape = r.choice([(), x.shape[-1:], tuple(x.shape)])
-    held = random_tensor(r, shape, x.dtype)
+    stored = random_tensor(r, shape, x.dtype)
     op = r.choice([torch.add, torch.mul])
-    return f"{op.__name__} a constant{list(shape)}", lambda c, x: c(op, x, held), (arg,)
+    return f"{op.__name__} a constant{list(shape)}", lambda c, x: c(op, x, stored), (arg,)
 
 
 @maker()
@@ -149,26 +149,26 @@ def scalar(r: Random, values: list[torch.Tensor]) -> Draw | None:
 
 @maker(3)
 def product(r: Random, values: list[torch.Tensor]) -> Draw | None:
-    found = [
+    result = [
         (a, b) for a in floats(values) for b in floats(values)
         if values[a].ndim and values[b].ndim and values[a].dtype == values[b].dtype
         and values[a].shape[-1] == values[b].shape[-2 if values[b].ndim > 1 else 0]
     ]  # fmt: skip
-    if not found:
+    if not result:
         return None
-    return "matmul", lambda c, x, y: c(torch.matmul, x, y), r.choice(found)
+    return "matmul", lambda c, x, y: c(torch.matmul, x, y), r.choice(result)
 
 
 @maker(2)
 def linear(r: Random, values: list[torch.Tensor]) -> Draw | None:
-    found = [
+    result = [
         (a, w) for a in floats(values) for w in floats(values)
         if values[a].ndim and values[w].ndim == 2 and values[a].dtype == values[w].dtype
         and values[a].shape[-1] == values[w].shape[1]
     ]  # fmt: skip
-    if not found:
+    if not result:
         return None
-    a, w = r.choice(found)
+    a, w = r.choice(result)
     biases = [b for b in floats(values)
               if values[b].shape == values[w].shape[:1]
               and values[b].dtype == values[w].dtype]  # fmt: skip
@@ -424,7 +424,7 @@ def program(r: Random, most: int = 10) -> RandomProgram:
         drawn.steps.append(ProgramStep(text, run, operands))
         values.append(value)
     count = len(inputs)
-    others = [arg for arg in range(len(values)) if arg >= count or r.random() < 0.1]
+    rest = [arg for arg in range(len(values)) if arg >= count or r.random() < 0.1]
     last = [len(values) - 1]
-    drawn.outputs = last + [arg for arg in others if r.random() < 0.2]
+    drawn.outputs = last + [arg for arg in rest if r.random() < 0.2]
     return drawn

@@ -72,17 +72,17 @@ def exchanged(split: int, concat: int, tiled: bool) -> Callable[[Tensors], Tenso
 def permuted(perm: Callable[[int], Sequence[tuple[int, int]]]) -> Callable[[Tensors], Tensors]:
     def oracle(xs: Tensors) -> Tensors:
         comes = {dst % len(xs): src % len(xs) for src, dst in perm(len(xs))}
-        return [xs[comes[at]] if at in comes else 0 * xs[at] for at in range(len(xs))]
+        return [xs[comes[index]] if index in comes else 0 * xs[index] for index in range(len(xs))]
 
     return oracle
 
 
 def ring(n: int) -> list[tuple[int, int]]:
-    return [(at, (at + 1) % n) for at in range(n)]
+    return [(index, (index + 1) % n) for index in range(n)]
 
 
 def shift(n: int) -> list[tuple[int, int]]:
-    return [(at, at + 1) for at in range(n - 1)]
+    return [(index, index + 1) for index in range(n - 1)]
 
 
 def reductions() -> list[Collective]:
@@ -153,7 +153,7 @@ def permutes() -> Iterator[Collective]:
         yield Collective(
             f"pshuffle({turn})",
             lambda x, ax, t=turn, **o: fs.pshuffle(x, ax, turned(fs.axis_size(ax, **o), t), **o),
-            lambda xs, t=turn: [xs[at] for at in turned(len(xs), t)],
+            lambda xs, t=turn: [xs[index] for index in turned(len(xs), t)],
         )
     for source in (0, 1, -1):
         yield Collective(
@@ -164,12 +164,16 @@ def permutes() -> Iterator[Collective]:
 
 
 def turned(n: int, by: int) -> list[int]:
-    return [(at + by) % n for at in range(n)]
+    return [(index + by) % n for index in range(n)]
 
 
 def in_groups(n: int) -> list[list[int]]:
     """Return odd indices, in reverse, and even ones; for odd n groups of one index."""
-    return [[at] for at in turned(n, 1)] if n % 2 else [[*range(1, n, 2)][::-1], [*range(0, n, 2)]]
+    return (
+        [[index] for index in turned(n, 1)]
+        if n % 2
+        else [[*range(1, n, 2)][::-1], [*range(0, n, 2)]]
+    )
 
 
 def within(oracle: Callable[[Tensors], Tensors]) -> Callable[[Tensors], Tensors]:
@@ -178,8 +182,8 @@ def within(oracle: Callable[[Tensors], Tensors]) -> Callable[[Tensors], Tensors]
     def each_group(xs: Tensors) -> Tensors:
         ys: dict[int, torch.Tensor] = {}
         for group in in_groups(len(xs)):
-            ys |= dict(zip(group, oracle([xs[at] for at in group]), strict=True))
-        return [ys[at] for at in range(len(xs))]
+            ys |= dict(zip(group, oracle([xs[index] for index in group]), strict=True))
+        return [ys[index] for index in range(len(xs))]
 
     return each_group
 
@@ -219,7 +223,7 @@ def grouped() -> Iterator[Collective]:
 def sized(dim: int, ndim: int, tiled: bool) -> Callable[[int], tuple[int, ...]]:
     """Return a function from n to a shape that n ranks divide along `dim`."""
     return lambda n: tuple(
-        ((2 * n) if tiled else n) if at == dim % ndim else 2 + at for at in range(ndim)
+        ((2 * n) if tiled else n) if index == dim % ndim else 2 + index for index in range(ndim)
     )
 
 
@@ -254,7 +258,7 @@ def by_oracle(
     item: Collective, mesh: Mesh, axes: tuple[str, ...], xs: Tensors
 ) -> tuple[Tensors, Tensors, Tensors]:
     """Return results, cotangents and gradients in rank order."""
-    place = {rank: at for at, rank in enumerate(mesh.ranks)}
+    place = {rank: index for index, rank in enumerate(mesh.ranks)}
     leaves = [x.clone().requires_grad_() for x in xs]
     ys: dict[int, torch.Tensor] = {}
     for group in mesh.groups(axes):
@@ -263,16 +267,19 @@ def by_oracle(
     results = [ys[rank] for rank in mesh.ranks]
     cts = cotangents(item, mesh, axes, results)
     counted = [
-        at for at, rank in enumerate(mesh.ranks)
+        index for index, rank in enumerate(mesh.ranks)
         if item.gives != "same" or rank == mesh.group(rank, axes)[0]
     ]  # fmt: skip
     grads = torch.autograd.grad(
-        [results[at] for at in counted], leaves, [cts[at] for at in counted], allow_unused=True
+        [results[index] for index in counted],
+        leaves,
+        [cts[index] for index in counted],
+        allow_unused=True,
     )
-    whole = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, xs, strict=True)]
+    full = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, xs, strict=True)]
     if item.takes == "same":
-        whole = [sum(whole[place[r]] for r in mesh.group(rank, axes)) for rank in mesh.ranks]  # type: ignore[misc]
-    return [y.detach() for y in results], cts, whole
+        full = [sum(full[place[r]] for r in mesh.group(rank, axes)) for rank in mesh.ranks]  # type: ignore[misc]
+    return [y.detach() for y in results], cts, full
 
 
 def on_rank(

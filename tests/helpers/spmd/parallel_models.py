@@ -222,7 +222,7 @@ def to_experts(p: Tensors, x: torch.Tensor, axis: str) -> torch.Tensor:
 def to_experts_dropless(p: Tensors, x: torch.Tensor, axis: str) -> torch.Tensor:
     """Send every rank all rows for its experts."""
     gate, expert = route(p["router"], x)
-    n, here = fs.axis_size(axis), int(fs.axis_index(axis))
+    n, rank = fs.axis_size(axis), int(fs.axis_index(axis))
     order = expert.argsort(stable=True)
     wanted = fs.all_gather(torch.bincount(expert, minlength=EXPERTS), axis)
     wanted = wanted.unflatten(1, (n, -1))  # rows of a rank for a rank's expert
@@ -230,14 +230,14 @@ def to_experts_dropless(p: Tensors, x: torch.Tensor, axis: str) -> torch.Tensor:
     leave, arrive = sizes.cumsum(1) - sizes, sizes.cumsum(0) - sizes
     rows = x[order]
     there = fs.ragged_all_to_all(
-        rows, rows.new_zeros(int(sizes[:, here].sum()), WIDTH),
-        leave[here], sizes[here], arrive[here], sizes[:, here], axis_name=axis,
+        rows, rows.new_zeros(int(sizes[:, rank].sum()), WIDTH),
+        leave[rank], sizes[rank], arrive[rank], sizes[:, rank], axis_name=axis,
     )  # fmt: skip
-    mine = torch.arange(EXPERTS // n).repeat(n).repeat_interleave(wanted[:, here].flatten())
+    mine = torch.arange(EXPERTS // n).repeat(n).repeat_interleave(wanted[:, rank].flatten())
     done = experts({"up": p["up"][mine], "down": p["down"][mine]}, there[:, None])[:, 0]
     back = fs.ragged_all_to_all(
         done, torch.zeros_like(rows),
-        arrive[:, here], sizes[:, here], leave[:, here], sizes[here], axis_name=axis,
+        arrive[:, rank], sizes[:, rank], leave[:, rank], sizes[rank], axis_name=axis,
     )  # fmt: skip
     return back[order.argsort()] * gate
 

@@ -268,8 +268,8 @@ def accumulate(name: str, check: Check) -> tuple[torch.Tensor, Tensors, Counts, 
     pairs = placed(params, mesh, param_specs), placed(batch, mesh, batch_specs)
     with fs.comm_log() as log:
         value, grads = step(*pairs)
-    whole = {name: fs.unshard(grad) for name, grad in grads.items()}
-    return fs.unshard(value), whole, dict(log.forward.counts), dict(log.backward.counts)  # type: ignore[arg-type]
+    full = {name: fs.unshard(grad) for name, grad in grads.items()}
+    return fs.unshard(value), full, dict(log.forward.counts), dict(log.backward.counts)  # type: ignore[arg-type]
 
 
 def compare_accumulated(name: str, results: tuple[torch.Tensor, Tensors, Counts, Counts]) -> None:

@@ -227,8 +227,8 @@ class Program:
             with torch._C.DisableTorchFunction():
                 seen[rank] = [(s, y.detach().clone()) for s, y in zip(states, pool, strict=True)]
 
-        given = tuple(specs)
-        fs.shard_map(body, mesh=self.mesh, in_specs=given, out_specs=None, check=check)(*args)
+        value = tuple(specs)
+        fs.shard_map(body, mesh=self.mesh, in_specs=value, out_specs=None, check=check)(*args)
         (self.left_out,) = set(left_out.values())  # types are the same on every rank
         return [seen[rank] for rank in self.mesh.ranks if rank in seen]
 
@@ -265,8 +265,8 @@ def inputs_of(mesh: Mesh, specs: Sequence[Any], seed: int) -> list[torch.Tensor]
         tuple(2 * mesh.axis_size(p.dims[d]) if len(p.dims) > d and p.dims[d] else 2 for d in (0, 1))
         for p in specs
     ]
-    made = [torch.randn(shape, generator=generator, dtype=F64) for shape in shapes]
-    return [x.requires_grad_() for x in made]
+    output = [torch.randn(shape, generator=generator, dtype=F64) for shape in shapes]
+    return [x.requires_grad_() for x in output]
 
 
 def partition_of(states: States) -> Any:

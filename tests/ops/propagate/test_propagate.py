@@ -130,9 +130,9 @@ def test_several_results() -> None:
 
 def test_grad_excludes_strategies_with_wrong_gradients() -> None:
     operand = spec(P(None, "tp"), 8, 8)
-    free, kept = (propagate(aten.amax.default, operand, [1], grad=grad) for grad in (False, True))
+    free, saved = (propagate(aten.amax.default, operand, [1], grad=grad) for grad in (False, True))
     assert dict(free.out_specs[0].partition.unreduced_kinds) == {"tp": "max"}
-    assert not kept.out_specs[0].partition.unreduced_kinds
+    assert not saved.out_specs[0].partition.unreduced_kinds
 
 
 def test_registered_rule() -> None:
@@ -143,8 +143,8 @@ def test_registered_rule() -> None:
     register_rule(gated)(_whole)
     strategy = propagate(gated, spec(P("dp"), 8, 16), spec(P(None, "tp"), 16, 8))
     assert str(strategy.out_specs[0]) == "f32[8@dp,8@tp]"
-    cut = propagate(gated, spec(P(None, "tp"), 8, 16), spec(P("tp"), 16, 8))
-    assert not cut.is_local
+    sharded = propagate(gated, spec(P(None, "tp"), 8, 16), spec(P("tp"), 16, 8))
+    assert not sharded.is_local
 
 
 def _whole(call: Any) -> Any:

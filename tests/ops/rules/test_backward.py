@@ -75,21 +75,21 @@ def floats(*shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
-def test_gradients(name: str) -> None:
+def test_backward_operations_equal_one_device(name: str) -> None:
     assert rule_errors(DIFFERENTIABLE[name]) == []
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_values(name: str) -> None:
+def test_values_of_backward_operations(name: str) -> None:
     assert rule_errors(PLAIN[name], grad=False) == []
 
 
 @pytest.mark.parametrize("name", RECURRENT)
-def test_recurrent(name: str) -> None:
+def test_recurrent_backward_operations(name: str) -> None:
     assert rule_errors(RECURRENT[name]) == []
 
 
-def test_texts() -> None:
+def test_rule_texts() -> None:
     linear = "unreduced 0 sum; unreduced 0 avg}"
     assert rule_text(*DIFFERENTIABLE["index_select"]()) == f"bi,i->b1  {{i sum; {linear}"
     assert rule_text(*PLAIN["cdist"]()) == f"bpq,bpk,bqk,bpq->bpk  {{q sum; {linear}"

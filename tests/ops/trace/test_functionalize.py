@@ -265,8 +265,8 @@ def test_results_share_no_memory_with_written_arguments(layout: P) -> None:
     spec = fs.Spec(MESH, layout, shape=(4, 4), dtype=x.dtype)
     pair = fs.shard(x.clone(), spec)
     part = fs.partition(written_after_use, mesh=MESH)
-    made = part(pair)
-    for actual, expected in zip((*made, pair), (*written_after_use(y), y), strict=True):
+    output = part(pair)
+    for actual, expected in zip((*output, pair), (*written_after_use(y), y), strict=True):
         torch.testing.assert_close(fs.unshard(actual), expected)
 
 
@@ -397,10 +397,10 @@ def test_operand_returned_by_an_operation_is_written_with_it(
 ) -> None:
     """Schemas of these operations declare their results as new tensors."""
     x = sample(4, 6).requires_grad_(grad)
-    made = fs.partition(fn, mesh=MESH, in_specs=P("dp"))(x)
-    torch.testing.assert_close(made, fn(x))
+    output = fs.partition(fn, mesh=MESH, in_specs=P("dp"))(x)
+    torch.testing.assert_close(output, fn(x))
     if grad:
-        grads = [torch.autograd.grad(y.sin().sum(), x) for y in (made, fn(x))]
+        grads = [torch.autograd.grad(y.sin().sum(), x) for y in (output, fn(x))]
         torch.testing.assert_close(*grads)
 
 

@@ -273,8 +273,8 @@ def test_load_lists_all_problems(tmp_path: Path) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **wrong}))
     with pytest.raises(ShardingError) as caught:
         Topology.load(path)
-    given = [problem.given for problem in caught.value.problems]
-    assert given == [
+    value = [problem.given for problem in caught.value.problems]
+    assert value == [
         f"{str(path)!r} with {text}" for text in ("x 1", "inner 2", "name=3", "memory=-1")
     ]
 

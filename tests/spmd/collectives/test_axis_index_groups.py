@@ -41,8 +41,8 @@ def test_gradients_are_those_of_one_device(case: str, check: Any) -> None:
     mapped = fs.shard_map(body, mesh=MESH, in_specs=P("i"), out_specs=P("i"), check=check)
 
     def alone(x: torch.Tensor) -> torch.Tensor:
-        made = {r: rows(x[group]) for group in GROUPS for r in group}
-        return torch.stack([(made[r] * made[r].sin() * weights[r]).sum() for r in range(4)])
+        output = {r: rows(x[group]) for group in GROUPS for r in group}
+        return torch.stack([(output[r] * output[r].sin() * weights[r]).sum() for r in range(4)])
 
     actual, expected = mapped(x, weights), alone(x)
     torch.testing.assert_close(actual, expected)

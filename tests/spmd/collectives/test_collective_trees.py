@@ -71,14 +71,14 @@ def test_one_launch_per_dtype_and_no_gradient_without_need() -> None:
 @pytest.mark.parametrize("zeros", [0, 1, 2])
 def test_pprod_gradient_with_zeros(zeros: int) -> None:
     mesh = Mesh(i=3)
-    whole = torch.tensor([[2.0, 3.0], [5.0, 7.0], [11.0, 13.0]], dtype=F64)
-    whole[:zeros, 0] = 0.0
+    full = torch.tensor([[2.0, 3.0], [5.0, 7.0], [11.0, 13.0]], dtype=F64)
+    full[:zeros, 0] = 0.0
 
     def loss(product: torch.Tensor) -> torch.Tensor:
         return (product**2 + product).sum()
 
     def gradients(fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-        x = whole.clone().requires_grad_()
+        x = full.clone().requires_grad_()
         (first,) = torch.autograd.grad(fn(x), x, create_graph=True)
         return first, *torch.autograd.grad((first**2).sum(), x)
 
@@ -183,9 +183,9 @@ def test_started_collectives_equal_immediate_ones(name: str) -> None:
 def test_started_collectives_must_be_waited_for_once() -> None:
     def forget(x: torch.Tensor) -> torch.Tensor:
         fs.start(fs.psum, x, "x")
-        kept = fs.start(fs.all_gather, x, "x")
+        saved = fs.start(fs.all_gather, x, "x")
         fs.start(fs.pmax, x, "x").wait()
-        return x + 0 * len(repr(kept))
+        return x + 0 * len(repr(saved))
 
     def twice(x: torch.Tensor) -> torch.Tensor:
         total = fs.start(fs.psum, x, "x")

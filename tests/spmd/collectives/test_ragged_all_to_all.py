@@ -27,13 +27,13 @@ from tests.helpers.spmd.ragged_cases import (
 def test_example_of_jax() -> None:
     """Run the example in the documentation of `jax.lax.ragged_all_to_all`."""
     mesh = Mesh(i=2)
-    given = [
+    value = [
         ([1, 2, 2], [0, 1], [1, 2], [0, 0], [1, 1]),
         ([3, 4, 0], [0, 1], [1, 1], [1, 2], [2, 1]),
     ]
 
     def body() -> Any:
-        operand, *numbers = given[this_rank(mesh)]
+        operand, *numbers = value[this_rank(mesh)]
         output = torch.zeros(4, dtype=torch.int64)
         tensors = [torch.tensor(item) for item in numbers]
         return fs.ragged_all_to_all(

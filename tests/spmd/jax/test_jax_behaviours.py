@@ -112,7 +112,7 @@ MORE_THAN_JAX: dict[str, tuple[Any, Any, Any, list[float]]] = {
     "reduced meets numbers": (
         P(), P(reduced={"i"}), lambda v: fs.pcast(v, "i", to="reduced") * 3 + 1, [3, 6, 9, 12],
     ),
-    "reduced leaves cut": (P(reduced={"i"}), P("i"), lambda v: v * v, [56, 128, 216, 320]),
+    "reduced leaves sharded": (P(reduced={"i"}), P("i"), lambda v: v * v, [56, 128, 216, 320]),
     "invariant leaves reduced": (P(), P(reduced={"i"}), lambda v: v * v, [2, 8, 18, 32]),
     "invariant is gathered": (
         P(), P(), lambda v: fs.all_gather(v, "i", to="invariant"), [28, 32, 36, 40],

@@ -72,9 +72,9 @@ class Jax:
 
     @staticmethod
     def custom(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
-        own = jax.custom_vjp(forward)
-        own.defvjp(lambda x: (own(x), x), lambda x, g: (backward(x, g),))
-        return own  # type: ignore[no-any-return]
+        local = jax.custom_vjp(forward)
+        local.defvjp(lambda x: (local(x), x), lambda x, g: (backward(x, g),))
+        return local  # type: ignore[no-any-return]
 
 
 def spec_of(p: P) -> Any:
@@ -107,15 +107,15 @@ def numbers(case: Case) -> dict[str, Any]:
     def mapped(*xs: Any) -> Any:
         if case.axes is None:
             return case.body(Jax, *xs)
-        cut = len(xs) - case.closed
-        given, closed = xs[:cut], xs[cut:]
-        specs = in_specs if isinstance(in_specs, tuple) else (in_specs,) * cut
+        sharded = len(xs) - case.closed
+        value, closed = xs[:sharded], xs[sharded:]
+        specs = in_specs if isinstance(in_specs, tuple) else (in_specs,) * sharded
         if case.explicit:
-            given = [jax.sharding.reshard(x, p) for x, p in zip(given, specs, strict=True)]
+            value = [jax.sharding.reshard(x, p) for x, p in zip(value, specs, strict=True)]
         return jax.shard_map(
             lambda *own: case.body(Jax, *own, *closed), mesh=mesh, in_specs=in_specs,
             out_specs=specs_of(case.out_specs), check_vma=case.vma, axis_names=set(case.axes),
-        )(*given)  # fmt: skip
+        )(*value)  # fmt: skip
 
     def results(*xs: Any) -> list[Any]:
         """Return the mapped function of global values."""

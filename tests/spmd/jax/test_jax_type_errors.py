@@ -123,7 +123,7 @@ ADDENDS: dict[str, tuple[Callable[[torch.Tensor], Any], str, str, str]] = {
 
 @pytest.mark.parametrize("name", ADDENDS)
 def test_unreduced_operands_of_nonlinear_operations(name: str) -> None:
-    call, op, given, why = ADDENDS[name]
+    call, op, value, why = ADDENDS[name]
 
     def body(v: torch.Tensor) -> Any:
         return call(fs.pcast(v, "x", to="unreduced"))
@@ -132,7 +132,7 @@ def test_unreduced_operands_of_nonlinear_operations(name: str) -> None:
     with pytest.raises(ShardingError) as caught:
         fs.shard_map(body, mesh=MESH, in_specs=P("x"), out_specs=out, check=True)(X)
     assert str(caught.value) == message(
-        f"shard_map(body): {op} at {__file__}:{call.__code__.co_firstlineno}", given,
+        f"shard_map(body): {op} at {__file__}:{call.__code__.co_firstlineno}", value,
         f"operands unreduced along x must enter linear operations: {why}",
         "fs.psum(operand, 'x') before",
     )  # fmt: skip
@@ -271,9 +271,9 @@ def test_results_in_another_state_than_their_spec(name: str) -> None:
 
     with pytest.raises(ShardingError) as caught:
         fs.shard_map(body, mesh=MESH, in_specs=in_specs, out_specs=out_specs)(X)
-    given = f"result: {kind} with the out spec {out_specs!r}"
+    value = f"result: {kind} with the out spec {out_specs!r}"
     assert str(caught.value) == message(
-        "shard_map(body)", given, f"the out spec requires {rule}", fix
+        "shard_map(body)", value, f"the out spec requires {rule}", fix
     )
 
 
@@ -320,13 +320,13 @@ def test_reductions_in_groups_vary(reduce: Any) -> None:
     assert str(caught.value) == unproven("result", "f32[1]{varying: i}", "P()", "'i'")
     sharded = fs.shard_map(body, mesh=I4, in_specs=P("i"), out_specs=P("i"), check=True)(x)
     first, second = x.view(2, 2).unbind()
-    whole: dict[Any, Any] = {
+    full: dict[Any, Any] = {
         fs.pmax: torch.amax,
         fs.pmin: torch.amin,
         fs.psum: torch.sum,
         fs.pmean: torch.mean,
     }
-    expected = [whole[reduce](item) for item in (first, first, second, second)]
+    expected = [full[reduce](item) for item in (first, first, second, second)]
     assert torch.equal(sharded, torch.stack(expected))
 
 

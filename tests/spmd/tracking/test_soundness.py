@@ -71,8 +71,8 @@ def test_values_that_are_equal_by_type_are_equal(case: Case) -> None:
         for axis in program.mesh.axes:
             if (states.at(axis) or ("reduced", ""))[0] == "reduced":
                 for group in program.mesh.groups(axis):
-                    first, *others = (row[program.mesh.ranks.index(rank)][1] for rank in group)
-                    assert all(torch.equal(first, other) for other in others), (axis, states)
+                    first, *rest = (row[program.mesh.ranks.index(rank)][1] for rank in group)
+                    assert all(torch.equal(first, other) for other in rest), (axis, states)
 
 
 @exhaustive(50)

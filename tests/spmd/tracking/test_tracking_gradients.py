@@ -49,9 +49,9 @@ def test_optimizer_steps_match_one_device(name: str, to_none: bool) -> None:
     make = OPTIMIZERS[name]
 
     def body(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> Any:
-        made = train(x, w, b, make, to_none, lambda loss: fs.psum(loss, "x"))
-        assert [str(fs.typeof(p).states) for p in made] == [I, I]
-        return made
+        output = train(x, w, b, make, to_none, lambda loss: fs.psum(loss, "x"))
+        assert [str(fs.typeof(p).states) for p in output] == [I, I]
+        return output
 
     f = fs.shard_map(body, mesh=MESH, in_specs=(P("x"), P(), P()), out_specs=P())
     x, w, b = args
@@ -63,8 +63,8 @@ def test_optimizer_steps_match_one_device(name: str, to_none: bool) -> None:
 def leaf(*grads: torch.Tensor) -> torch.Tensor:
     """Return a parameter with a gradient that was set, and one that backward added."""
     p = nn.Parameter(torch.ones(2))
-    for each in grads[:1]:
-        p.grad = each.clone()
+    for item in grads[:1]:
+        p.grad = item.clone()
     if len(grads) != 1:
         p.sum().backward()
     return p
@@ -146,7 +146,7 @@ def test_casts_in_transforms_have_their_gradients(body: Any) -> None:
     f = fs.shard_map(body, mesh=MESH, in_specs=(P("x"), P()), out_specs=P("x"))
     y, want = f(x, w), torch.cat([body(row[None], w) for row in x])
     assert torch.equal(y, want)
-    (got,), (one,) = (torch.autograd.grad(each.square().sum(), w) for each in (y, want))
+    (got,), (one,) = (torch.autograd.grad(item.square().sum(), w) for item in (y, want))
     torch.testing.assert_close(got, one)
 
 
@@ -174,16 +174,16 @@ def test_seeds_are_checked_against_their_outputs() -> None:
         return a, fs.psum(a.sum(), "x"), (a * a).sum()
 
     def right(x: torch.Tensor) -> Any:
-        a, whole, own = sums(x)
-        return torch.autograd.grad([whole, own], a, [None, x.sum()])[0]
+        a, full, local = sums(x)
+        return torch.autograd.grad([full, local], a, [None, x.sum()])[0]
 
     def wrong(x: torch.Tensor) -> Any:
-        a, whole, own = sums(x)
-        return torch.autograd.grad([own, whole], a, [None, x.sum()])[0]
+        a, full, local = sums(x)
+        return torch.autograd.grad([local, full], a, [None, x.sum()])[0]
 
     def wrong_backward(x: torch.Tensor) -> None:
-        _, whole, own = sums(x)
-        torch.autograd.backward([own, whole], [None, x.sum()])
+        _, full, local = sums(x)
+        torch.autograd.backward([local, full], [None, x.sum()])
 
     x = torch.arange(4.0)
     got = fs.shard_map(right, mesh=MESH, in_specs=P("x"), out_specs=P("x"))(x)
@@ -196,9 +196,9 @@ def test_seeds_are_checked_against_their_outputs() -> None:
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_one_tensor_may_be_gradients_of_two_types(order: tuple[int, int]) -> None:
     def body(r: torch.Tensor, v: torch.Tensor) -> None:
-        given = [each.detach().requires_grad_() for each in (r, v)]
-        inputs = [given[at] for at in order]
-        for x, g in zip(inputs, torch.autograd.grad(sum(given).sum(), inputs), strict=True):  # type: ignore[union-attr]
+        value = [item.detach().requires_grad_() for item in (r, v)]
+        inputs = [value[index] for index in order]
+        for x, g in zip(inputs, torch.autograd.grad(sum(value).sum(), inputs), strict=True):  # type: ignore[union-attr]
             assert fs.typeof(g).states is fs.typeof(x).states.dual
 
     specs = (P(reduced={"x"}), P("x"))

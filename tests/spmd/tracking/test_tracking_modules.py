@@ -245,7 +245,7 @@ def test_training_a_copy_matches_one_device() -> None:
 
 def test_functional_gradients_match_one_device() -> None:
     def body(x: torch.Tensor, m: Any, total: Total) -> torch.Tensor:
-        parameters = {name: each.detach() for name, each in m.named_parameters()}
+        parameters = {name: item.detach() for name, item in m.named_parameters()}
 
         def loss(params: dict[str, torch.Tensor]) -> torch.Tensor:
             return total(torch.func.functional_call(m, params, (x,)).square().sum())
@@ -297,8 +297,8 @@ def test_types_of_an_inner_map() -> None:
         torch.ones(4, 2)
     )
     inside = ["{varying: x, y}", "{varying: y}", "{varying: x, y}", I, I, I]
-    assert [each for each in seen if len(each) == 6] == [inside] * 4
-    assert [each for each in seen if len(each) == 4] == [[V, V, I, "{unreduced: x}"]] * (
+    assert [item for item in seen if len(item) == 6] == [inside] * 4
+    assert [item for item in seen if len(item) == 4] == [[V, V, I, "{unreduced: x}"]] * (
         len(seen) - 4
     )
 

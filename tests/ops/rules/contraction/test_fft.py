@@ -56,7 +56,7 @@ def test_shifts_and_windows(name: str) -> None:
 
 
 @pytest.mark.parametrize("whole", [(3, 5, 9), (5, 9)])
-def test_istft(whole: tuple[int, ...]) -> None:
+def test_istft_equals_one_device(whole: tuple[int, ...]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert rule_errors(lambda: (aten.istft, rand(*whole, dtype=COMPLEX), 8, 4)) == []
@@ -67,7 +67,7 @@ def test_unreduced_integers_are_not_accepted() -> None:
     assert rule_text(aten.fft_fft, rand(3, 4, dtype=torch.int32)) == "b1->b1"
 
 
-def test_texts() -> None:
+def test_rule_texts() -> None:
     assert rule_text(aten.fft_rfft, rand(3, 4, 5), None, 1) == (
         "b1d->b1d  {unreduced 0 sum; unreduced 0 avg}"
     )

@@ -74,7 +74,7 @@ UNASKED: dict[str, Sample] = {
 
 
 @pytest.mark.parametrize("name", SMOOTH)
-def test_batches(name: str) -> None:
+def test_batches_of_matrices_equal_one_device(name: str) -> None:
     assert rule_errors(lambda: (getattr(aten, name), square())) == []
 
 
@@ -99,7 +99,7 @@ def test_triangular_solve() -> None:
         assert rule_errors(lambda: (aten.triangular_solve, rand(3, 3, 2), lower(), False)) == []
 
 
-def test_texts() -> None:
+def test_rule_texts() -> None:
     assert rule_text(aten.linalg_svd, upright()) == "b11->b11,b1,b11"
     assert rule_text(aten.linalg_solve, square(), rand(3, 3, 2)) == (
         "b11,b1k->b1k  {unreduced 1 sum; unreduced 1 avg}"

@@ -72,7 +72,7 @@ EINSUMS = (("ij,jk->ik", (4, 3), (3, 5)), ("ij,jk", (4, 3), (3, 5)),
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_products(name: str) -> None:
+def test_products_equal_one_device(name: str) -> None:
     assert rule_errors(PRODUCTS[name]) == []
 
 
@@ -81,15 +81,15 @@ def test_added_operands_count_once(name: str) -> None:
     assert rule_errors(ADDED[name], grad=name != "activated") == []
 
 
-@pytest.mark.parametrize(("equation", "shapes"), [(each[0], each[1:]) for each in EINSUMS])
-def test_einsum(equation: str, shapes: tuple[tuple[int, ...], ...]) -> None:
+@pytest.mark.parametrize(("equation", "shapes"), [(item[0], item[1:]) for item in EINSUMS])
+def test_einsum_equals_one_device(equation: str, shapes: tuple[tuple[int, ...], ...]) -> None:
     operands = [rand(*shape, seed=i) for i, shape in enumerate(shapes)]
     assert rule_errors(lambda: (aten.einsum, equation, operands)) == []
 
 
 @pytest.mark.parametrize("power", [0.0, 1.0, 2.0, 3.0, INF])
 @pytest.mark.parametrize("name", ["cdist", "pdist", "_cdist_forward"])
-def test_distances(name: str, power: float) -> None:
+def test_distances_equal_one_device(name: str, power: float) -> None:
     samples: dict[str, Sample] = {
         "cdist": lambda: (aten.cdist, rand(4, 3), rand(2, 5, 3), power),
         "pdist": lambda: (aten.pdist, rand(4, 3), power),
@@ -107,7 +107,7 @@ def test_two_axes_of_a_sum() -> None:
     assert rule_errors(ADDED["linear of one"], two_axes=True) == []
 
 
-def test_texts() -> None:
+def test_rule_texts() -> None:
     assert rule_factors(aten.matmul, rand(2, 1, 4, 3), rand(3, 3, 5)) == "b1ik,ckj->bcij"
     assert rule_text(aten.mm, rand(4, 3), rand(3, 5)) == (
         "ik,kj->ij  {k sum; unreduced 0 sum; unreduced 0 avg; unreduced 1 sum; unreduced 1 avg}"
@@ -132,7 +132,7 @@ def test_unreduced_bytes_are_not_accepted_by_wider_sums() -> None:
     )
 
 
-def test_groups() -> None:
+def test_grouped_products_equal_one_device() -> None:
     """Only columns and the contracted dim may be sharded if rows are in groups."""
     ends = torch.tensor([4, 8], dtype=torch.int32)
     rows = rand(8, 32, dtype=torch.bfloat16)

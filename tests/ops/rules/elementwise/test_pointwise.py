@@ -95,7 +95,7 @@ def test_copies_into_another_tensor(into: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64, torch.complex128])
-def test_casts(dtype: torch.dtype) -> None:
+def test_casts_equal_one_device(dtype: torch.dtype) -> None:
     assert check_call(A._to_copy.default, X.round(), dtype=dtype, grad=False) == []
 
 
@@ -210,7 +210,7 @@ def test_composites_and_in_place_variants_have_rules(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["add", "neg", "where", "maximum", "convert_element_type", "fill"])
-def test_prims(name: str) -> None:
+def test_pointwise_prims_equal_one_device(name: str) -> None:
     args = {
         "add": (X, Y), "neg": (X,), "where": (MASK, X, Y), "maximum": (X, Y),
         "convert_element_type": (X.round(), torch.float32), "fill": (X, 2.0),

@@ -54,7 +54,7 @@ COMPOSITE: dict[str, Sample] = {
 
 
 @pytest.mark.parametrize("name", COMPOSITE)
-def test_attention(name: str) -> None:
+def test_attention_equals_one_device(name: str) -> None:
     assert rule_errors(COMPOSITE[name]) == []
 
 
@@ -68,12 +68,12 @@ FUSED: dict[str, Sample] = {
 
 
 @pytest.mark.parametrize("name", FUSED)
-def test_fused(name: str) -> None:
+def test_fused_attention_equals_one_device(name: str) -> None:
     assert rule_errors(FUSED[name]) == []
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_gradient(causal: bool) -> None:
+def test_gradient_of_attention(causal: bool) -> None:
     q, k, v = query_key_value(wide=4)
     out, sums = CPU(q, k, v, 0.0, causal)
     op = aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -96,7 +96,7 @@ def test_rows_without_allowed_keys_are_zero() -> None:
     assert result[:, :, 0].eq(0).all()
 
 
-def test_texts() -> None:
+def test_rule_texts() -> None:
     assert rule_text(SDPA, *query_key_value()) == (
         "bhq1,bh11,bh1v->bhqv  {unreduced 2 sum; unreduced 2 avg}"
     )

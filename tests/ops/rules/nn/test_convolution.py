@@ -47,7 +47,7 @@ FORWARD: dict[str, Sample] = {
 
 
 @pytest.mark.parametrize("name", FORWARD)
-def test_convolutions(name: str) -> None:
+def test_convolutions_equal_one_device(name: str) -> None:
     assert rule_errors(FORWARD[name]) == []
 
 
@@ -69,7 +69,7 @@ BACKWARD: dict[str, Sample] = {
 
 @pytest.mark.parametrize("mask", [m for m in itertools.product((True, False), repeat=3) if any(m)])
 @pytest.mark.parametrize("name", BACKWARD)
-def test_gradients(name: str, mask: tuple[bool, ...]) -> None:
+def test_gradients_equal_one_device(name: str, mask: tuple[bool, ...]) -> None:
     assert rule_errors(lambda: (*BACKWARD[name](), list(mask)), grad=False) == []
 
 
@@ -83,7 +83,7 @@ def test_two_axes() -> None:
     assert rule_errors(lambda: groups, grad=False, two_axes=True) == []
 
 
-def test_texts() -> None:
+def test_rule_texts() -> None:
     assert rule_text(aten.conv2d, rand(3, 4, 5, 5), rand(6, 4, 3, 3)) == (
         "nc11,oc11->no11  "
         "{c sum; unreduced 0 sum; unreduced 0 avg; unreduced 1 sum; unreduced 1 avg}"

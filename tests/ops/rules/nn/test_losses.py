@@ -119,7 +119,7 @@ WEIGHTED = {
 
 @REDUCTIONS
 @pytest.mark.parametrize("name", LIKELY)
-def test_likelihoods(name: str, reduction: int) -> None:
+def test_likelihood_losses_equal_one_device(name: str, reduction: int) -> None:
     """Values and gradients; an ignored class is on no rank and in no mean."""
     op, *args = LIKELY[name]
     assert check_call(op, *args, reduction, 0 if name == "nll_loss_nd" else -100) == []

@@ -80,12 +80,12 @@ RESAMPLED: dict[str, Sample] = {
 
 
 @pytest.mark.parametrize("name", FORWARD)
-def test_planes(name: str) -> None:
+def test_pooling_of_planes_equals_one_device(name: str) -> None:
     assert rule_errors(FORWARD[name]) == []
 
 
 @pytest.mark.parametrize("name", RESAMPLED)
-def test_upsampling(name: str) -> None:
+def test_upsampling_equals_one_device(name: str) -> None:
     assert rule_errors(RESAMPLED[name]) == []
 
 
@@ -128,7 +128,7 @@ BACKWARD: dict[str, Sample] = {
 
 
 @pytest.mark.parametrize("name", BACKWARD)
-def test_gradients(name: str) -> None:
+def test_gradients_equal_one_device(name: str) -> None:
     assert rule_errors(BACKWARD[name]) == []
 
 
@@ -140,7 +140,7 @@ def test_gradients_of_grids(mask: list[bool]) -> None:
     assert rule_errors(lambda: (*deep, 0, 0, False, mask), grad=False) == []
 
 
-def test_texts() -> None:
+def test_rule_texts() -> None:
     assert rule_text(aten.avg_pool2d, rand(*TWO), [2, 2], [1, 1]) == (
         "nc11->nc11  {unreduced 0 sum; unreduced 0 avg}"
     )

@@ -61,7 +61,7 @@ def test_rules_are_right(name: str) -> None:
 
 
 @pytest.mark.parametrize("indexing", ["ij", "xy"])
-def test_meshgrid(indexing: str) -> None:
+def test_meshgrid_equals_one_device(indexing: str) -> None:
     inputs = [tensor(4), tensor(3), tensor(2)]
     assert check_call(A.meshgrid.indexing, inputs, indexing=indexing) == []
 

@@ -243,5 +243,5 @@ PRIMS: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("name", PRIMS)
-def test_prims(name: str) -> None:
+def test_view_prims_equal_one_device(name: str) -> None:
     assert check_call(getattr(torch.ops.prims, name).default, *PRIMS[name], grad=False) == []
