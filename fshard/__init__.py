@@ -9,7 +9,8 @@ from fshard._util.public import publish as _publish
 from fshard.layout.mesh import Mesh
 from fshard.layout.parsing import parse
 from fshard.layout.partition_spec import PartitionSpec
-from fshard.layout.spec import Sharded, Spec
+from fshard.layout.sharded import Sharded
+from fshard.layout.spec import Spec
 from fshard.ops.core.registry import register_decomposition, register_rule
 from fshard.ops.core.rule import Mode, Rule, rule
 from fshard.ops.propagate.propagate import propagate

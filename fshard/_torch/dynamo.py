@@ -1,4 +1,4 @@
-"""Functions that `torch.compile` skips, calls while tracing, or takes as one node.
+"""Functions that `torch.compile` skips, calls while tracing, or takes as one node; its pytrees.
 
 PyTorch's own decorators for this import the compiler, which takes a second.
 """
@@ -9,11 +9,11 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import register_pytree_node, tree_flatten, tree_unflatten
 
 __all__ = [
-    "call_while_tracing", "one_node", "skip_frame", "skip_frames_below", "tree_flatten",
-    "tree_unflatten",
+    "call_while_tracing", "one_node", "register_pytree_node", "skip_frame", "skip_frames_below",
+    "tree_flatten", "tree_unflatten",
 ]  # fmt: skip
 
 F = TypeVar("F", bound=Callable[..., Any])

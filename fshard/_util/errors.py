@@ -46,18 +46,26 @@ class Problem:
         return f"  given: {self.given}\n  rule:  {self.rule}\n  fix:   {self.fix}"
 
 
-def raise_if(where: str, problems: Sequence[Problem], *, same_on_all_ranks: bool = False) -> None:
-    """Raise one `ShardingError` that lists all `problems`, or return if there are none."""
+def raise_if(
+    where: str,
+    problems: Sequence[Problem],
+    *,
+    same_on_all_ranks: bool = False,
+    kind: type[ShardingError] = ShardingError,
+) -> None:
+    """Raise one error of a kind that lists all `problems`, or return if there are none."""
     if problems:
         body = "\n\n".join(str(problem) for problem in problems)
-        error = ShardingError(f"{where}\n{body}")
+        error = kind(f"{where}\n{body}")
         error.problems, error.same_on_all_ranks = tuple(problems), same_on_all_ranks
         raise error
 
 
-def fail(where: str, given: str, rule: str, fix: str) -> NoReturn:
-    """Raise a `ShardingError` with a single problem."""
-    raise_if(where, [Problem(given, rule, fix)])
+def fail(
+    where: str, given: str, rule: str, fix: str, kind: type[ShardingError] = ShardingError
+) -> NoReturn:
+    """Raise an error of a kind with a single problem."""
+    raise_if(where, [Problem(given, rule, fix)], kind=kind)
     raise AssertionError("unreachable")
 
 

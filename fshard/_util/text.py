@@ -197,6 +197,22 @@ def listing(items: Iterable[object], count: int, last: object, max_items: int = 
     return f"{', '.join(first)}, … {last} ({count:,} in all)"
 
 
+def numbers_text(noun: str, numbers: Sequence[int]) -> str:
+    """Return a noun and ascending numbers, consecutive ones as ranges.
+
+    >>> numbers_text("rank", [3]), numbers_text("rank", [0, 1, 2, 5])
+    ('rank 3', 'ranks 0-2, 5')
+    """
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1] = [ranges[-1][0], number]
+        else:
+            ranges.append([number])
+    texts = ["-".join(map(str, ends)) for ends in ranges]
+    return f"{noun}{'s' if len(numbers) > 1 else ''} {', '.join(texts)}"
+
+
 def colour(index: int) -> str:
     """Return a light colour for black text, far from those of neighbouring indices.
 

@@ -2,7 +2,8 @@
 
 - `mesh`: `Mesh`, devices in a grid with named axes.
 - `partition_spec`: `PartitionSpec`, the mesh axes of each dim, and states along axes.
-- `spec`: `Spec`, the layout of a global tensor; `Sharded`, a pair of local and spec.
+- `spec`: `Spec`, the layout of a global tensor.
+- `sharded`: `Sharded`, a pair of local and spec, and its refusals of operations on tensors.
 - `validation`: checks of the arguments of `Spec`.
 - `parsing`: `fs.parse`, the inverse of `str(spec)`.
 - `equivalence`: canonical forms by which two layouts are compared.

@@ -1,4 +1,4 @@
-"""`Spec`, the layout of a global tensor on a mesh as an immutable value, and `Sharded` pairs."""
+"""`Spec`, the layout of a global tensor on a mesh as an immutable value."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -385,26 +385,6 @@ class Spec:
         return Spec._of(self.mesh, self.partition if partition is None else partition,
                         self.shape, self.dtype if dtype is None else dtype,
                         self.sizes if sizes is None else sizes)  # fmt: skip
-
-
-class Sharded(NamedTuple):
-    """Pair of the part of a global tensor that this process has, and the tensor's spec.
-
-    Any 2-tuple of the same two values is accepted in the place of a pair.
-
-    Attributes:
-        local: a tensor under `torchrun`; in a simulation the tuple of all shards in rank order.
-        spec: layout of the global tensor.
-
-    >>> import torch
-    >>> import fshard as fs
-    >>> local, spec = fs.shard(torch.arange(4.0), fs.Spec(fs.Mesh(x=2), fs.P("x"), shape=(4,)))
-    >>> local, spec
-    ((tensor([0., 1.]), tensor([2., 3.])), f32[4@x])
-    """
-
-    local: Any
-    spec: Spec
 
 
 def _fill(

@@ -14,7 +14,8 @@ import torch
 
 from fshard._util.errors import Problem, raise_if
 from fshard.layout.partition_spec import PartitionSpec
-from fshard.layout.spec import Sharded, Spec
+from fshard.layout.sharded import Sharded
+from fshard.layout.spec import Spec
 
 _STRINGS = frozenset({str})
 
@@ -42,13 +43,17 @@ def _is_leaf(value: object) -> bool:
 
 
 def flatten(tree: Any) -> tuple[list[Any], TreeDef]:
-    """Return the leaves of a tree, `None` included, and its structure."""
+    """Return the leaves of a tree, `None` included, and its structure; pairs as `Sharded`."""
     leaves, treedef = optree.tree_flatten(tree, is_leaf=_is_leaf, none_is_leaf=True)
+    if tuple in map(type, leaves):
+        leaves = [Sharded(*leaf) if type(leaf) is tuple else leaf for leaf in leaves]
     return list(leaves), treedef
 
 
 def append_cache_key(tree: Any, leaves: list[Any], key: list[Any]) -> None:
     """Append the leaves of a tree to `leaves`, and to `key` a cache key of all but the values.
+
+    Pairs are appended as `Sharded`.
 
     Trees with equal keys have one structure and equal specs; their tensors agree in shape, dtype,
     device and, outside of pairs, `requires_grad`; their other leaves agree in type.
@@ -62,9 +67,10 @@ def append_cache_key(tree: Any, leaves: list[Any], key: list[Any]) -> None:
     if isinstance(tree, torch.Tensor):
         leaves.append(tree)
         key += (tree.shape, tree.dtype, tree.device, tree.requires_grad)
-    elif isinstance(tree, Sharded) or (kind is tuple and is_pair(tree)):
-        leaves.append(tree)
-        local, spec = tree
+    elif kind is Sharded or (kind is tuple and is_pair(tree)):
+        pair = tree if kind is Sharded else Sharded(*tree)
+        leaves.append(pair)
+        local, spec = pair.local, pair.spec
         if isinstance(local, torch.Tensor):
             key += (spec, local.shape, local.dtype, local.device)
         elif isinstance(local, tuple | list):

@@ -19,7 +19,8 @@ from fshard._util.errors import fail
 from fshard._util.text import below, bytes_text, columns, time_text
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
-from fshard.layout.spec import Sharded, Spec
+from fshard.layout.sharded import Sharded
+from fshard.layout.spec import Spec
 from fshard.layout.tree import is_pair, map_leaves
 from fshard.ops.core.cache_keys import freeze, unfreeze_call
 from fshard.ops.core.call import READS_VALUE, fill_call, instances_in, map_call, name_of
@@ -153,8 +154,8 @@ def _apply(op: Any, mode: str, topology: Topology | None, /, *args: Any, **kwarg
     elif not strategy.is_local and decomposition_of(strategy.call.op) is not None:
         return _apply_partitioned(op, strategy.call.op, specs, named, pairs, mode, topology)
     locals_ = [
-        local if prog.src == prog.dst else prog(local)
-        for (local, _), prog in zip(pairs, strategy.programs, strict=True)
+        pair.local if prog.src == prog.dst else prog(pair.local)
+        for pair, prog in zip(pairs, strategy.programs, strict=True)
     ]
     return _run(strategy, mesh, simulated, locals_, placed, keywords)
 
@@ -166,14 +167,14 @@ def _as_pairs(
 
     A plain tensor becomes a replicated pair. In a simulation a local has the tensors of all ranks.
     """
-    as_sharded = lambda leaf: Sharded(*leaf) if is_pair(leaf) else leaf  # noqa: E731
+    as_sharded = lambda x: Sharded(*x) if type(x) is tuple and is_pair(x) else x  # noqa: E731
     placed, named = map_leaves(as_sharded, list(args)), map_leaves(as_sharded, kwargs)
     pairs = instances_in((*placed, *named.values()), Sharded)
     if not pairs:
         fail(f"fs.apply({name_of(op)})", "no pairs",
              "at least one argument must be a pair (local, spec)",
              "fs.shard(tensor, spec) makes one")  # fmt: skip
-    kinds = {isinstance(local, torch.Tensor) for local, _ in pairs}
+    kinds = {isinstance(pair.local, torch.Tensor) for pair in pairs}
     if len(kinds) > 1:
         fail(f"fs.apply({name_of(op)})", "locals of one rank and of all ranks",
              "all pairs must hold one rank's local, or all the tuple of all shards",
@@ -184,8 +185,8 @@ def _as_pairs(
         if isinstance(arg, torch.Tensor):
             spec = Spec(mesh, PartitionSpec(), shape=arg.shape, dtype=arg.dtype)
             return Sharded(replicate_shards(arg, mesh.size) if simulated else arg, spec)
-        local, spec = arg
-        return Sharded(check_tuple(local, spec.mesh, "fs.apply") if simulated else local, spec)
+        local = check_tuple(arg.local, arg.mesh, "fs.apply") if simulated else arg.local
+        return Sharded(local, arg.spec)
 
     return (*map_call(placed, named, (Sharded, torch.Tensor), as_checked), mesh, simulated)
 
@@ -195,7 +196,7 @@ def _as_pairs(
 
 def _apply_partitioned(
     op: Any, run: Any, specs: Sequence[Any], named: Mapping[str, Any],
-    pairs: Sequence[tuple[Any, Spec]], mode: str, topology: Topology | None,
+    pairs: Sequence[Sharded], mode: str, topology: Topology | None,
 ) -> Any:  # fmt: skip
     """Run an operation without a rule, or of several operations, through `fs.partition` of `run`.
 

@@ -13,8 +13,9 @@ import torch
 from fshard._util.errors import Problem, ShardingError, fail
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
+from fshard.layout.sharded import Sharded
 from fshard.layout.spec import Spec
-from fshard.layout.tree import is_pair, tensors_in
+from fshard.layout.tree import tensors_in
 from fshard.ops.core.call import instances_in
 from fshard.plan.redistribute import redistribute
 
@@ -57,7 +58,7 @@ class CallSignature:
 
 def _device(leaf: Any) -> torch.device:
     """Return the device of a tensor or of a pair's local; a spec counts as a CPU tensor."""
-    tensors = instances_in(leaf[0] if is_pair(leaf) else leaf, torch.Tensor)
+    tensors = instances_in(leaf.local if isinstance(leaf, Sharded) else leaf, torch.Tensor)
     return tensors[0].device if tensors else CPU
 
 
@@ -70,7 +71,7 @@ def requires_grad(leaf: Any) -> bool:
     """Return True if the gradient of a leaf is requested; of a spec, if its dtype allows one."""
     if isinstance(leaf, Spec):
         return leaf.dtype.is_floating_point
-    local = leaf[0] if is_pair(leaf) else leaf
+    local = leaf.local if isinstance(leaf, Sharded) else leaf
     if isinstance(local, torch.Tensor):
         return local.requires_grad
     return isinstance(local, Sequence) and any(getattr(x, "requires_grad", False) for x in local)
@@ -121,7 +122,7 @@ def leaf_spec(
         mesh: the mesh of the function.
         problems: a list to extend.
     """
-    tensor = leaf[1] if is_pair(leaf) else leaf
+    tensor = leaf.spec if isinstance(leaf, Sharded) else leaf
     if not isinstance(tensor, torch.Tensor | Spec):
         problems += [opaque_leaf(tensor, name)] if hides_tensors(tensor) else []
         return None

@@ -16,8 +16,8 @@ from torch import fx
 
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
+from fshard.layout.sharded import Sharded
 from fshard.layout.spec import Spec
-from fshard.layout.tree import is_pair
 from fshard.ops.core.call import Meta
 from fshard.ops.propagate.role_costs import change_cost, compute_time, nbytes
 from fshard.ops.strategy.axis_roles import INVARIANT, AxisState, Role, factor_sizes, roles_of
@@ -41,7 +41,7 @@ class ArgumentLeaf:
     @staticmethod
     def of(leaf: Any, fixed: PartitionSpec | Spec | None) -> ArgumentLeaf:
         """Return the leaf of a tensor, a pair, a spec or another value."""
-        tensor = leaf[1] if is_pair(leaf) else leaf
+        tensor = leaf.spec if isinstance(leaf, Sharded) else leaf
         if not isinstance(tensor, torch.Tensor | Spec):
             return ArgumentLeaf(None, False, fixed)
         return ArgumentLeaf(Meta.of(tensor), requires_grad(leaf), fixed)

@@ -15,7 +15,8 @@ from fshard._util.errors import Problem, ShardingError, fail, raise_if
 from fshard._util.text import plural
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
-from fshard.layout.spec import Sharded, Spec
+from fshard.layout.sharded import Sharded
+from fshard.layout.spec import Spec
 from fshard.layout.tree import (
     TreeDef,
     append_cache_key,
@@ -118,9 +119,9 @@ class Partition:
         for leaf, spec in zip(leaves, specs, strict=True):
             if spec is None:
                 continue
-            if isinstance(leaf, tuple):  # a leaf, and so a pair
+            if isinstance(leaf, Sharded):
                 has_pairs = True
-                locals_.append(leaf[0])
+                locals_.append(leaf.local)
             else:
                 locals_.append(shard(leaf, spec).local)
         if call.written:
@@ -202,10 +203,10 @@ class Partition:
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
                 continue
-            if not isinstance(leaf, tuple):
+            if not isinstance(leaf, Sharded):
                 key.append(freeze(leaf))
-            elif isinstance(leaf[0], torch.Tensor):
-                key.append(leaf[0].requires_grad)
+            elif isinstance(leaf.local, torch.Tensor):
+                key.append(leaf.local.requires_grad)
         # A meta tensor stands for one with values if nothing runs.
         key.append(runs or META not in key)
         compute = lambda: self._new_call(args, leaves, runs=runs)  # noqa: E731

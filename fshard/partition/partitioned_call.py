@@ -12,8 +12,9 @@ from torch import fx
 from fshard._util.errors import fail
 from fshard._util.hooks import Hook
 from fshard.layout.mesh import Mesh
-from fshard.layout.spec import Sharded, Spec
-from fshard.layout.tree import TreeDef, is_pair
+from fshard.layout.sharded import Sharded
+from fshard.layout.spec import Spec
+from fshard.layout.tree import TreeDef
 from fshard.ops.core.call import instances_in
 from fshard.ops.strategy.local_call import rank_on_mesh
 from fshard.partition import ir
@@ -162,7 +163,7 @@ class PartitionedCall:
     def write_global_tensors(self, tensors: Sequence[Any], locals_: Sequence[Any]) -> None:
         """Copy what the function wrote to the locals of plain tensors back into the tensors."""
         for index in self.written:
-            if not is_pair(tensors[index]):
+            if not isinstance(tensors[index], Sharded):
                 pair = Sharded(locals_[index], self.in_specs[index])
                 ir.write_value(tensors[index], unshard(pair))
 

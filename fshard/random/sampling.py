@@ -15,7 +15,8 @@ import torch
 
 from fshard._util.errors import Problem, fail, raise_if
 from fshard.layout.partition_spec import PartitionSpec
-from fshard.layout.spec import Sharded, Spec
+from fshard.layout.sharded import Sharded
+from fshard.layout.spec import Spec
 from fshard.layout.validation import as_ints
 from fshard.ops.prng.draw_ops import DRAW_OPS, FLOAT_BITS, INTEGER_DTYPES, SIGNED_DTYPES
 from fshard.ops.strategy.local_call import rank_on_mesh

@@ -307,7 +307,7 @@ def check_tuple(local: Any, mesh: Mesh, where: str) -> tuple[torch.Tensor, ...]:
             where,
             "a pair",
             "a local is the first item of a pair, whose spec is known here",
-            "pair.local, pair[0]",
+            "pair.local",
         )
     is_tensor = (
         [isinstance(x, torch.Tensor) for x in local] if isinstance(local, Sequence) else None

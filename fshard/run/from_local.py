@@ -10,7 +10,8 @@ import torch
 from fshard._util.errors import Problem, fail, raise_if
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
-from fshard.layout.spec import DTYPE_NAMES, Sharded, Spec
+from fshard.layout.sharded import Sharded
+from fshard.layout.spec import DTYPE_NAMES, Spec
 from fshard.run.execute import check_tuple, run_typed_hook
 from fshard.run.transports.base import Label, current_transport, labelled, stacked
 from fshard.run.transports.divergence_report import rank_text

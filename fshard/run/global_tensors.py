@@ -15,7 +15,8 @@ from fshard._torch.memory import unaliased
 from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import fail
 from fshard.layout.partition_spec import LINEAR, PartitionSpec
-from fshard.layout.spec import Sharded, Spec
+from fshard.layout.sharded import Pair, Sharded
+from fshard.layout.spec import Spec
 from fshard.layout.tree import is_pair
 from fshard.plan.redistribute import redistribute
 from fshard.program.program import Program
@@ -89,12 +90,17 @@ def _unshard_program(spec: Spec) -> Program:
     return redistribute(spec, replicated(spec))
 
 
-def _read_pair(pair: object, where: str) -> tuple[Any, Spec]:
-    if not isinstance(pair, tuple) or not is_pair(pair):
-        fail(where, f"a {type(pair).__name__}", "a pair must be (local, spec)",
-             "fs.shard makes one from a global tensor, fs.from_local from locals")  # fmt: skip
-    local, spec = pair
-    return local, spec
+def _read_pair(pair: Pair, where: str) -> Sharded:
+    if isinstance(pair, Sharded):
+        return pair
+    if not is_pair(pair):
+        fail(
+            where,
+            f"a {type(pair).__name__}",
+            "a pair must be (local, spec)",
+            "fs.shard makes one from a global tensor, fs.from_local from locals",
+        )
+    return Sharded(*pair)
 
 
 def _check_global(x: object, spec: Spec, where: str) -> None:
@@ -168,7 +174,7 @@ def shards_of(x: torch.Tensor, spec: Spec) -> tuple[torch.Tensor, ...]:
 
 
 @skip_frames_below(PLANS)
-def unshard(pair: tuple[Any, Spec], /) -> torch.Tensor:
+def unshard(pair: Pair, /) -> torch.Tensor:
     """Return the global tensor of a pair on every rank, by gathers and reductions.
 
     The gradient is sharded as `spec.dual` says: slices, without communication.
@@ -188,7 +194,8 @@ def unshard(pair: tuple[Any, Spec], /) -> torch.Tensor:
     >>> fs.unshard(((torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0])), spec))
     tensor([11., 22.])
     """
-    local, spec = _read_pair(pair, "fs.unshard")
+    pair = _read_pair(pair, "fs.unshard")
+    local, spec = pair.local, pair.spec
     prog = _unshard_program(spec)
     if isinstance(local, torch.Tensor):
         gather = lambda x: unaliased(prog(x), [x])  # noqa: E731
@@ -198,7 +205,7 @@ def unshard(pair: tuple[Any, Spec], /) -> torch.Tensor:
 
 
 @skip_frames_below(PLANS)
-def reshard(pair: tuple[Any, Spec], to: Spec | PartitionSpec, /, **options: Any) -> Sharded:
+def reshard(pair: Pair, to: Spec | PartitionSpec, /, **options: Any) -> Sharded:
     """Redistribute a pair to another layout: plan with `fs.redistribute` and run the program.
 
     The gradient is redistributed back, by the transposed program.
@@ -223,7 +230,8 @@ def reshard(pair: tuple[Any, Spec], to: Spec | PartitionSpec, /, **options: Any)
     >>> fs.reshard(pair, fs.P()).local[1]
     tensor([0., 1., 2., 3.])
     """
-    local, spec = _read_pair(pair, "fs.reshard")
+    pair = _read_pair(pair, "fs.reshard")
+    local, spec = pair.local, pair.spec
     if not isinstance(to, Spec | PartitionSpec):
         fail("fs.reshard", f"{to!r}", "the target must be a Spec or a P",
              "fs.P('x'), say")  # fmt: skip

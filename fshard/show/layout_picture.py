@@ -11,6 +11,7 @@ import torch
 
 from fshard._util.errors import fail
 from fshard._util.text import WIDTH, bytes_text, colour, listing, wrap
+from fshard.layout.sharded import Pair
 from fshard.layout.spec import DTYPE_NAMES, Spec
 from fshard.layout.tree import is_pair
 from fshard.program.cost.traffic import max_local_nbytes
@@ -108,7 +109,7 @@ class Picture:
         return {"text/plain": str(self), "text/html": self.html()}
 
 
-def visualize(value: Spec | tuple[Any, Spec], /) -> Picture:
+def visualize(value: Spec | Pair, /) -> Picture:
     """Draw the layout of a spec or of a pair on its mesh.
 
     Layouts of up to 2 dims are drawn in proportion, one cell per distinct shard with the ranks that

@@ -13,8 +13,9 @@ from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import Problem, ShardingError, did_you_mean, fail, raise_if
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
-from fshard.layout.spec import Sharded, Spec
-from fshard.layout.tree import flatten, is_pair, map_leaves, paths
+from fshard.layout.sharded import Sharded
+from fshard.layout.spec import Spec
+from fshard.layout.tree import flatten, map_leaves, paths
 from fshard.plan.redistribute import redistribute
 from fshard.program.program import Program
 from fshard.run.execute import check_local, check_shards
@@ -23,7 +24,7 @@ from fshard.run.transports.base import Transport
 from fshard.spmd.in_specs import Argument, DimSpec, PathSpec
 from fshard.spmd.mesh_scope import Scope
 
-LOCAL_OF_PAIR = operator.itemgetter(0)
+LOCAL_OF_PAIR = operator.attrgetter("local")
 
 
 @lru_cache(maxsize=CACHE_SIZE)
@@ -111,9 +112,9 @@ def plan_arguments(
     def plan(path: str, leaf: Any, value: Any) -> Argument:
         if leaf is None:
             return Argument(path)
-        if is_pair(value):
+        if isinstance(value, Sharded):
             spec, prog = _plan_pair(where, value, leaf, scope, transport, redistribute_inputs)
-            run = LOCAL_OF_PAIR if prog is None else lambda pair: prog(pair[0])
+            run = LOCAL_OF_PAIR if prog is None else lambda pair: prog(pair.local)
             return Argument(path, spec, run)
         if isinstance(value, torch.Tensor):
             spec = _tensor_spec(value, leaf, scope)
@@ -164,15 +165,15 @@ def _tensor_spec(value: torch.Tensor, leaf: Any, scope: Scope) -> Spec:
 
 def _plan_pair(
     where: str,
-    pair: tuple[Any, Spec],
+    pair: Sharded,
     leaf: Any,
     scope: Scope,
     transport: Transport | None,
     redistribute_inputs: bool,
 ) -> tuple[Spec, Program | None]:
     """Return the spec that `in_specs` require of a pair, and the program there if one is needed."""
-    local = pair[0]
-    spec, target = _pair_specs(where, pair[1], leaf, scope)
+    local = pair.local
+    spec, target = _pair_specs(where, pair.spec, leaf, scope)
     prog = None if target == spec else redistribute(spec, target)
     if prog is not None and not redistribute_inputs:
         fail(where, f"a pair of {spec}", f"in_specs require {target}", _redistribute_fix(prog))

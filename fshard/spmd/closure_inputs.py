@@ -123,7 +123,8 @@ def _reachable_tensors(fn: Callable[..., Any]) -> Iterator[torch.Tensor]:
         elif isinstance(value, torch.nn.Module):
             todo.append(vars(value))
         elif is_pair(value):
-            todo.append(value[0])
+            local, _ = value
+            todo.append(local)
         else:
             leaves, _ = flatten(value)
             todo += [leaf for leaf in leaves if leaf is not value]

@@ -13,13 +13,13 @@ import torch
 from fshard._util.cache import BoundedDict
 from fshard._util.errors import fail, raise_if
 from fshard.layout.mesh import Mesh
-from fshard.layout.spec import Sharded, Spec
+from fshard.layout.sharded import Sharded
+from fshard.layout.spec import Spec
 from fshard.layout.tree import (
     TreeDef,
     append_cache_key,
     broadcast_prefix,
     flatten,
-    is_pair,
     paths,
     unflatten,
 )
@@ -186,8 +186,8 @@ class MappedFunction:
             path_specs = match_specs(self.where, self.signature, self.in_specs, args, kwargs)
             self.matched[treedef] = path_specs
         # The values decide who executes: a tuple of shards is a simulation, also inside a rank.
-        pairs = [value for value in values if is_pair(value)]
-        if any(not isinstance(pair[0], torch.Tensor) for pair in pairs):
+        pairs = [value for value in values if isinstance(value, Sharded)]
+        if any(not isinstance(pair.local, torch.Tensor) for pair in pairs):
             transport = None
         scope = self._scope(pairs, transport, outer)
         if (treedef, scope) not in self.checked:
@@ -202,7 +202,7 @@ class MappedFunction:
 
     def _scope(
         self,
-        pairs: Sequence[tuple[Any, Spec]],
+        pairs: Sequence[Sharded],
         transport: Transport | None,
         outer: BoundAxes | None,
     ) -> Scope:
@@ -210,7 +210,7 @@ class MappedFunction:
         if self.axis_names is not None:
             outer = None if transport is None else outer
             return shard_map_scope(self.where, self.mesh, self.axis_names, outer, rank)
-        meshes = list(dict.fromkeys(spec.mesh for _, spec in pairs))
+        meshes = list(dict.fromkeys(pair.mesh for pair in pairs))
         if len(meshes) != 1:
             fail(self.where, f"pairs of {', '.join(map(str, meshes)) or 'no pair at all'}",
                  "all pairs must have one mesh, which is the one that is mapped over",

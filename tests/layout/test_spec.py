@@ -16,7 +16,8 @@ from fshard._util.errors import Problem, ShardingError, raise_if
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec as P
 from fshard.layout.partition_spec import chunk_sizes
-from fshard.layout.spec import Sharded, Spec
+from fshard.layout.sharded import Sharded
+from fshard.layout.spec import Spec
 from tests.helpers.spec_grid import (
     all_partitions,
     all_specs,

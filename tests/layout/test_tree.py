@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from fshard._util.errors import ShardingError
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec as P
-from fshard.layout.spec import Sharded, Spec
+from fshard.layout.sharded import Sharded
+from fshard.layout.spec import Spec
 from fshard.layout.tree import broadcast_prefix, flatten, is_pair, map_leaves, paths, unflatten
 from tests.helpers.spec_grid import message
 
@@ -73,7 +74,8 @@ def test_leaves_and_equal_trees_are_prefixes(tree: Any) -> None:
 def test_specs_tensors_and_pairs_are_leaves(leaf: Any) -> None:
     leaves, _ = flatten({"a": leaf})
     assert len(leaves) == 1
-    assert leaves[0] is leaf
+    local, spec = leaf if is_pair(leaf) else (leaf, None)
+    assert leaves[0] is leaf or (leaves[0].local is local and leaves[0].spec is spec)
 
 
 def test_is_pair() -> None:

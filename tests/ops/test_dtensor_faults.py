@@ -19,7 +19,8 @@ import fshard as fs
 from fshard._util.errors import ShardingError
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec as P
-from fshard.layout.spec import Sharded, Spec
+from fshard.layout.sharded import Sharded
+from fshard.layout.spec import Spec
 from fshard.partition.apply import apply
 from tests.helpers.ops.op_database import case_of, try_layout
 from tests.helpers.ops.op_layouts import COLUMNS, layouts

@@ -16,7 +16,8 @@ import fshard as fs
 from fshard._util.errors import ShardingError
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec as P
-from fshard.layout.spec import Sharded, Spec
+from fshard.layout.sharded import Sharded
+from fshard.layout.spec import Spec
 from fshard.ops.propagate.propagate import propagate
 from fshard.partition.apply import apply
 from tests.helpers.ops.apply_cases import MESH, draw, pair_of, rank_local_calls

@@ -27,7 +27,7 @@ from fshard._torch.thread_state import ThreadSettings
 from fshard._util.errors import ShardingError
 from fshard._util.hooks import Hook
 from fshard.layout.mesh import Mesh
-from fshard.layout.spec import Sharded
+from fshard.layout.sharded import Sharded
 from fshard.layout.tree import is_pair, map_leaves
 from fshard.run.transports.base import Finish, Group, as_rank
 from fshard.run.transports.divergence_report import (
@@ -432,7 +432,10 @@ def simulate(mesh: Mesh, fn: Callable[..., Any], /, *args: Any) -> list[Any]:
     """
 
     def part(value: Any, index: int) -> Any:
-        return Sharded(value[0][index], value[1]) if is_pair(value) else value
+        if not is_pair(value):
+            return value
+        shards, spec = value
+        return Sharded(shards[index], spec)
 
     values = [
         map_leaves(lambda leaf, index=index: part(leaf, index), args) for index in range(mesh.size)

@@ -11,8 +11,8 @@ import torch
 from fshard._torch.autograd_state import graph_task_id
 from fshard._util.errors import fail
 from fshard.layout.partition_spec import PartitionSpec
+from fshard.layout.sharded import Sharded
 from fshard.layout.spec import Spec
-from fshard.layout.tree import is_pair
 from fshard.run.execute import Pending, run_typed_hook
 from fshard.run.execute_batch import run_typed_leaves_hook
 from fshard.run.transports.divergence_report import explain_with
@@ -108,7 +108,7 @@ def set_argument_types(
         if argument.spec is None:
             continue
         x = next(local_iter)
-        tensor = value[0] if is_pair(value) else value
+        tensor = value.local if isinstance(value, Sharded) else value
         outer = tracker.states(tensor) if isinstance(tensor, torch.Tensor) else INVARIANT
         states = {axis: state for axis, state in outer.items if axis not in scope.axes}
         tracker.enter(x, States.of(states | dict(states_of(argument.spec.partition).items)))
@@ -165,7 +165,7 @@ def run_typed(
     x, states = _checked(tracker, where, x, src, dst)
 
     def record(result: Any) -> Any:
-        tracker.record(result.local if is_pair(result) else result, states)
+        tracker.record(result.local if isinstance(result, Sharded) else result, states)
         return result
 
     with tracker.pause():

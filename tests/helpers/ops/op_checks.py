@@ -17,7 +17,8 @@ import torch
 import fshard as fs
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
-from fshard.layout.spec import Sharded, Spec
+from fshard.layout.sharded import Sharded
+from fshard.layout.spec import Spec
 from fshard.ops.core.builders import is_inexact
 from fshard.ops.core.call import Meta, OpCall, fill_call, map_call
 from fshard.ops.core.rule import Rule

@@ -25,7 +25,8 @@ from torch.utils import _pytree as pytree
 
 import fshard as fs
 from fshard.layout.mesh import Mesh
-from fshard.layout.spec import Sharded, Spec
+from fshard.layout.sharded import Sharded
+from fshard.layout.spec import Spec
 from fshard.layout.tree import is_pair
 from fshard.ops.core.builders import is_inexact
 from fshard.partition.partition import partition

@@ -17,7 +17,8 @@ import torch
 import fshard as fs
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
-from fshard.layout.spec import Sharded, Spec
+from fshard.layout.sharded import Sharded
+from fshard.layout.spec import Spec
 from fshard.layout.validation import state_problems
 from fshard.ops.core.call import map_instances
 from fshard.ops.strategy.axis_roles import AxisState, roles_of
