@@ -200,7 +200,9 @@ def _problems(src: Spec, dst: Spec, options: PlanOptions) -> list[Problem]:
 
 def _fix(src: Spec, dst: Spec, options: PlanOptions) -> str:
     """Return a fix that was tried: the least sufficient memory, or step types to allow."""
-    least, prog = None, _find(src, dst, options._replace(max_memory=None))
+    least, prog = None, None
+    if options.max_memory is not None:
+        prog = _find(src, dst, options._replace(max_memory=None))
     while prog is not None:
         least = prog.cost().peak_memory
         prog = _find(src, dst, options._replace(max_memory=least - 1))

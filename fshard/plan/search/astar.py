@@ -22,9 +22,9 @@ slice reads a part of what its transpose fills with zeros), for messages of tens
 messages dominate, and if only one of the two is unreduced: no zeros are added there, because
 adding them would change the signs of zeros.
 
-After so many edges that a user would notice (thousands, on four axes and more), only programs
-better by a growing share are searched for. Ties are broken by the number of steps, then by the
-order of the edges: the result is deterministic.
+After so many edges that a user would notice (thousands, on four axes and more, and fewer if layouts
+have thousands of uneven shards), only programs better by a growing share are searched for. Ties are
+broken by the number of steps, then by the order of the edges: the result is deterministic.
 """
 
 from __future__ import annotations
@@ -51,6 +51,9 @@ MAX_FULL_AXES, HASTE = 3, 6
 On fewer axes of several nodes, where exchanges have more targets, they look at twice as many.
 """
 
+MAX_QUICK_RANKS = 4096
+"""Ranks of larger meshes are many uneven shards: searches look at proportionally fewer edges."""
+
 
 def search(
     src: Spec,
@@ -73,8 +76,9 @@ def search(
     if max_memory is not None and src != dst and max(map(problem.nbytes, ends)) > max_memory:
         return None
     many_axes = len(problem.size) - len(problem.unit_axes) > MAX_FULL_AXES
-    haste = HASTE if many_axes else 0.5 if problem.slow_axes else 1
-    best = _first_program(problem, CollectiveEdges(problem, direct=True), limit, 10, 1)
+    slowness = 1 if problem.even else max(1, src.mesh.size / MAX_QUICK_RANKS)
+    haste = slowness * (HASTE if many_axes else 0.5 if problem.slow_axes else 1)
+    best = _first_program(problem, CollectiveEdges(problem, direct=True), limit, 10, slowness)
     for greed in (2, 1) if many_axes else (1,):
         edges = CollectiveEdges(problem, direct=False)
         best = _first_program(problem, edges, best[1] if best else limit, greed, haste) or best

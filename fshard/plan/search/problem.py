@@ -16,7 +16,7 @@ from typing import Literal
 from fshard.layout.spec import Spec
 from fshard.plan.search.search_layout import Axes, Dims, DimSizes, SearchLayout
 from fshard.program.cost.model import collective_time
-from fshard.program.cost.rank_overlap import DimShardings, RankOverlap
+from fshard.program.cost.rank_overlap import DimShardings, RankOverlap, index_of_largest
 from fshard.program.cost.shard_overlap import NO_AXES, even_dim_overlap
 from fshard.program.cost.topology import Link, Topology
 from fshard.program.cost.traffic import (
@@ -43,6 +43,9 @@ LOCAL_COST = 1e-9
 
 FEW_AXES = 3
 """Most axes of a mesh on which goal axes that stay unreduced may also be reduced and embedded."""
+
+MAX_EXACT_RANKS = 1024
+"""Most ranks for exact traffic of exchanges between uneven layouts; of more, some are sampled."""
 
 _ANY = Topology()
 _INDIVISIBLE: tuple[int, ...] = (-1,)
@@ -187,8 +190,9 @@ class SearchProblem:
     def traffic(
         self, step: Step, before: SearchLayout, after: SearchLayout, reduced_ranks: int
     ) -> Traffic:
-        """Return the traffic of a step that has no closed form."""
-        if self.overlap().complete and not self.empty:
+        """Return the traffic of a step that has no closed form, of some ranks of large meshes."""
+        estimated = self.overlap().complete or self.src.mesh.size > MAX_EXACT_RANKS
+        if estimated and not self.empty:
             if isinstance(step, Exchange):
                 converted = self.converted_axes(before, after)
                 return self.exchange_traffic_by_rank(before, after, reduced_ranks, converted)
@@ -252,7 +256,8 @@ class SearchProblem:
     def overlap(self) -> RankOverlap:
         """Return the boxes of all ranks, for layouts without closed forms."""
         if self.rank_overlap is None:
-            self.rank_overlap = RankOverlap(self.src.mesh, self.src.shape)
+            largest = index_of_largest(self.src), index_of_largest(self.dst)
+            self.rank_overlap = RankOverlap(self.src.mesh, self.src.shape, largest)
         return self.rank_overlap
 
     def exchange_traffic(

@@ -47,18 +47,24 @@ STATES = ("sharded", "invariant", "reduced", "unreduced")
 def is_unreachable(src: Spec, dst: Spec, exclude: Collection[type]) -> bool:
     """Return True if no steps but the excluded ones lead from `src` to `dst`, by states of axes.
 
+    Axes become unreduced only if an end is unreduced: the search adds no zeros to move elements.
     False does not mean that `dst` is reachable: other requirements of steps are not checked.
 
     >>> import fshard as fs
     >>> src = fs.Spec(fs.Mesh(x=4), fs.P("x"), shape=(8,))
     >>> replicated = src.replace(partition=fs.P())
-    >>> is_unreachable(src, replicated, {AllGather, Exchange})
+    >>> is_unreachable(src, replicated, {AllGather})
     False
-    >>> is_unreachable(src, replicated, {AllGather, Exchange, ShardedToUnreduced})
+    >>> is_unreachable(src, replicated, {AllGather, Exchange})
     True
     """
+    sums = bool({*src.partition.unreduced, *dst.partition.unreduced})
     allowed = [
-        text.split() for step, texts in TRANSITIONS.items() if step not in exclude for text in texts
+        (old, new)
+        for step, texts in TRANSITIONS.items()
+        if step not in exclude
+        for old, new in map(str.split, texts)
+        if sums or new != "unreduced"
     ]
     before, after = _devices_by_state(src), _devices_by_state(dst)
     for states in subsets(STATES):

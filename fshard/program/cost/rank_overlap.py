@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Collection, Iterable, Sequence, Set
 from functools import lru_cache
 
 from fshard.layout.mesh import Mesh
@@ -42,11 +42,13 @@ Vector = tuple[int, ...]
 class RankOverlap:
     """Tables of the shards that the ranks of one mesh have in layouts of one global shape."""
 
-    def __init__(self, mesh: Mesh, shape: Sequence[int]) -> None:
+    def __init__(self, mesh: Mesh, shape: Sequence[int], always: Iterable[int] = ()) -> None:
+        """Choose the ranks: all of a small mesh; of a large one some, and those at `always`."""
         self.mesh = mesh
         self.shape = shape
         self.complete = mesh.size <= MAX_RANKS
-        ranks = range(0, mesh.size, 1 if self.complete else (mesh.size // MAX_RANKS) | 1)
+        stride = 1 if self.complete else (mesh.size // MAX_RANKS) | 1
+        ranks = sorted({*range(0, mesh.size, stride), *always})
         self.coords: dict[str, list[int]] = {}
         stride = mesh.size
         for axis, n in mesh.shape.items():
@@ -115,9 +117,11 @@ class RankOverlap:
             key = dim, before, after, converted
             most = self._pieces.get(key)
             if most is None:
-                sizes = self.sizes(dim, before), self.sizes(dim, after)
-                masks = masks_by_coordinate(self.mesh.shape, before[0], converted)
-                most = self._pieces[key] = max(dim_pieces(*sizes, mask) for mask in masks)
+                sizes, targets = self.sizes(dim, before), set(self.intervals(dim, after))
+                masks: Iterable[tuple[bool, ...] | None] = [None]
+                if not converted.isdisjoint(before[0]):
+                    masks = masks_by_coordinate(self.mesh.shape, before[0], converted)
+                most = self._pieces[key] = max(dim_pieces(sizes, targets, mask) for mask in masks)
             count *= most
         return count
 
@@ -209,6 +213,19 @@ class RankOverlap:
             return sizes
         count = math.prod(self.mesh.shape[axis] for axis in axes)
         return [self.shape[dim] // count] * count
+
+
+def index_of_largest(spec: Spec) -> int:
+    """Return the row-major index on the mesh of the first rank with the largest shard."""
+    coords = dict.fromkeys(spec.mesh.axes, 0)
+    for axes, sizes in zip(spec.partition.dims, spec.sizes, strict=True):
+        shard = sizes.index(max(sizes)) if sizes else 0
+        for axis in reversed(axes):
+            shard, coords[axis] = divmod(shard, spec.mesh.shape[axis])
+    index = 0
+    for axis, n in spec.mesh.shape.items():
+        index = n * index + coords[axis]
+    return index
 
 
 # -- bytes, of the ranks of one or two meshes -----------------------------------------------

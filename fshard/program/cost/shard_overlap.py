@@ -154,13 +154,13 @@ def pieces(src: Spec, dst: Spec, converted: Set[str] = NO_AXES) -> int:
     count = 1
     for dim, axes in enumerate(src.partition.dims):
         if not converted.isdisjoint(axes):
-            sizes = src.shard_sizes(dim), dst.shard_sizes(dim)
+            sizes, targets = src.shard_sizes(dim), shard_intervals(dst, dim)
             masks = masks_by_coordinate(src.mesh.shape, axes, converted)
-            count *= max(dim_pieces(*sizes, mask) for mask in masks)
+            count *= max(dim_pieces(sizes, targets, mask) for mask in masks)
         elif src.sizes[dim] is None and dst.sizes[dim] is None:
             count *= even_pieces(src.dim_shards(dim), dst.dim_shards(dim))
         else:
-            count *= dim_pieces(src.shard_sizes(dim), dst.shard_sizes(dim))
+            count *= dim_pieces(src.shard_sizes(dim), shard_intervals(dst, dim))
     return count
 
 
@@ -181,25 +181,26 @@ def masks_by_coordinate(
     return [tuple(row == i for row in coordinates) for i in range(max(coordinates) + 1)]
 
 
-def dim_pieces(have: Sequence[int], need: Sequence[int], mask: Sequence[bool] | None = None) -> int:
-    """Return the most shards of sizes `have`, of those in `mask`, that one of `need` meets.
+def dim_pieces(
+    have: Sequence[int], targets: Iterable[Interval], mask: Sequence[bool] | None = None
+) -> int:
+    """Return the most shards of sizes `have`, of those in `mask`, that one of `targets` meets.
 
-    >>> dim_pieces((3, 0, 5), (4, 4))
+    >>> dim_pieces((3, 0, 5), [(0, 4), (4, 8)])
     2
-    >>> dim_pieces((3, 2, 3), (4, 4), (True, False, True))
+    >>> dim_pieces((3, 2, 3), [(0, 4), (4, 8)], (True, False, True))
     1
     """
     edges = list(itertools.accumulate(n for n in have if n))
-    stops = itertools.accumulate(need, initial=0)
     ends = [
         (bisect_right(edges, start), bisect_left(edges, stop) + 1)
-        for start, stop in itertools.pairwise(stops)
+        for start, stop in targets
         if start < stop
     ]
     if mask is None:
-        return max(last - first for first, last in ends)
+        return max((last - first for first, last in ends), default=1)
     before = [0, *itertools.accumulate(a for a, n in zip(mask, have, strict=True) if n)]
-    return max(before[last] - before[first] for first, last in ends)
+    return max((before[last] - before[first] for first, last in ends), default=1)
 
 
 # -- shards of any sizes --------------------------------------------------------------------

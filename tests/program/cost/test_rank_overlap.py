@@ -10,7 +10,7 @@ from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
 from fshard.plan.search.astar import search
 from fshard.plan.search.problem import SearchProblem
-from fshard.program.cost.rank_overlap import MAX_RANKS, RankOverlap
+from fshard.program.cost.rank_overlap import MAX_RANKS, RankOverlap, index_of_largest
 from fshard.program.cost.traffic import traffic
 from fshard.program.exchange_boxes import reduction_axes
 from fshard.program.steps import Exchange
@@ -80,6 +80,29 @@ def test_ranks_of_large_meshes_are_sampled() -> None:
     uneven = (2**20 - 1023, *(1,) * 1023)
     lacks = many.max_lack(((("x",), uneven),), ((("y",), None),))
     assert 0 < lacks <= 1024
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_sample_has_the_rank_with_the_largest_shard(mesh: Mesh) -> None:
+    draw = random.Random(2)
+    for _ in range(50):
+        spec = _spec(draw, mesh)
+        index = index_of_largest(spec)
+        ranks = (spec.local_nbytes(rank) for rank in mesh.devices)
+        assert spec.local_nbytes(mesh.devices[index]) == max(ranks), spec
+    large = Mesh(x=64, y=64)
+    assert RankOverlap(large, (8,), (5, 7)).count == RankOverlap(large, (8,)).count + 2
+
+
+def test_sampled_traffic_of_the_largest_shard_is_exact() -> None:
+    """On 2,048 ranks the rank with the largest shards is the busiest; 64 others are sampled."""
+    mesh = Mesh(a=8, b=8, c=8, d=4)
+    src = Spec(mesh, PartitionSpec("a", "b"), shape=(100, 90), uneven="chunk")
+    dst = Spec(mesh, PartitionSpec(None, ("c", "a")), shape=(100, 90), uneven="chunk")
+    problem = SearchProblem(src, dst, None, None, frozenset())
+    step = Exchange(dst.partition, dst.sizes)
+    sampled = problem.traffic(step, problem.start, problem.goal, 1)
+    assert sampled.received == traffic(step, src, dst).received
 
 
 def _spec(draw: random.Random, mesh: Mesh, *, addends: bool = False) -> Spec:
