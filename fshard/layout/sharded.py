@@ -70,7 +70,7 @@ class Sharded:
       ranks 0-1: tensor([0., 1.])
       ranks 2-3: tensor([2., 3.])
     >>> local, spec = pair
-    >>> pair.shape == spec.shape, pair.dtype, pair.mesh
+    >>> pair.shape, pair.dtype, pair.mesh
     ((4,), torch.float32, Mesh(x=2, y=2))
     >>> pair + 1
     Traceback (most recent call last):

@@ -105,7 +105,7 @@ class Partition:
         self.params, self.drop_writes = params, drop_writes
         self.module = module
         self.where = where or f"fs.partition({name_of(fn)})"
-        self.topology = as_topology("fs.partition", topology)
+        self.topology = as_topology("fs.partition", topology, meshes=(mesh,))
         self._calls: dict[Any, tuple[PartitionedCall, Sequence[Spec | None]]] = BoundedDict()
         self._traces = BoundedDict() if traces is None else traces
 

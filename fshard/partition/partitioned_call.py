@@ -98,7 +98,7 @@ class PartitionedCall:
         Args:
             topology: the topology to cost programs on; None is the one they were planned on.
         """
-        on = self._topology if topology is None else as_topology("explain", topology)
+        on = as_topology("explain", topology, self._topology, (self.mesh,))
         return explain_partitioned_hook.call(self, on)
 
     def __str__(self) -> str:

@@ -11,6 +11,7 @@ import torch
 from fshard._util.errors import Problem, fail, raise_if
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
+from fshard.layout.tree import flatten
 from fshard.layout.validation import state_problems
 from fshard.plan.batch.batch import BUCKET_BYTES, Batch, bucket_problems
 from fshard.plan.batch.plan_batch import plan_batch
@@ -19,7 +20,7 @@ from fshard.plan.plan_options import Objective, PlanOptions, objective_problems
 from fshard.program.cast_rules import represents
 from fshard.program.cost.topology import Topology
 from fshard.program.program import Program
-from fshard.program.program_arguments import as_types, endpoint_problems, wire_problems
+from fshard.program.program_arguments import as_topology, as_types, endpoint_problems, wire_problems
 from fshard.program.steps import (
     AllGather,
     AllReduce,
@@ -104,6 +105,9 @@ def redistribute(
     """
     problems = [*objective_problems(topology, objective), *bucket_problems(bucket_bytes)]
     raise_if("fs.redistribute", problems)
+    if topology is not None and topology.links:
+        specs = [spec for spec in (*flatten(src)[0], *flatten(dst)[0]) if isinstance(spec, Spec)]
+        as_topology("fs.redistribute", topology, meshes=[spec.mesh for spec in specs])
     options = PlanOptions(
         topology, objective, max_memory, as_types(exclude), forward_dtype, backward_dtype
     )

@@ -237,7 +237,9 @@ class Program:
           reduce_scatter(x, dim 1)  f32[4096@y,4096@x]  16,777,216 B
           all_gather(y, dim 0)      f32[4096,4096@x]    16,777,216 B
         """
-        on = as_topology("Program.simplify", topology, self.topology)
+        on = as_topology(
+            "Program.simplify", topology, self.topology, (self.src.mesh, self.dst.mesh)
+        )
         simple: Program = simplify_hook.call(self, on, as_types(exclude))
         return with_topology(simple, topology or self.topology)
 
@@ -264,7 +266,10 @@ class Program:
         >>> print(prog.cost(fs.Topology.node()))
         19.8 µs, 3.75 MiB sent, 3.75 MiB received, 4.00 MiB peak, 1 launch, 15 messages
         """
-        return _cost(self, as_topology("Program.cost", topology, self.topology))
+        return _cost(
+            self,
+            as_topology("Program.cost", topology, self.topology, (self.src.mesh, self.dst.mesh)),
+        )
 
     # -- running ----------------------------------------------------------------------
 
@@ -347,7 +352,7 @@ class Program:
         (start)               f32[4@x]                      8 B
         all_gather(x, dim 0)  f32[4]       8 B  6.75 µs    16 B
         """
-        on = as_topology("Program.explain", topology, self.topology)
+        on = as_topology("Program.explain", topology, self.topology, (self.src.mesh, self.dst.mesh))
         return explain_program_hook.call(self, on)
 
     def _repr_mimebundle_(self, **_: object) -> dict[str, str]:

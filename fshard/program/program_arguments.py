@@ -7,7 +7,8 @@ from typing import Any, get_args
 
 import torch
 
-from fshard._util.errors import Problem, ShardingError, fail
+from fshard._util.errors import Problem, ShardingError, fail, raise_if
+from fshard.layout.mesh import Mesh
 from fshard.layout.spec import Spec
 from fshard.program.cost.topology import Topology
 from fshard.program.steps import Step
@@ -15,11 +16,22 @@ from fshard.program.steps import Step
 STEPS: tuple[type, ...] = get_args(Step)
 
 
-def as_topology(where: str, topology: Topology | None, default: Topology | None = None) -> Topology:
-    """Return `topology`, else `default`, else a single node; raise if it is not a `Topology`."""
+def as_topology(
+    where: str,
+    topology: Topology | None,
+    default: Topology | None = None,
+    meshes: Iterable[Mesh] = (),
+) -> Topology:
+    """Return `topology`, else `default`, else a single node.
+
+    Raises `ShardingError` if `topology` is of another type, or has links of axes that `meshes`, if
+    any are known, do not have.
+    """
     if topology is not None and not isinstance(topology, Topology):
         fail(where, f"topology {topology!r}", "topology must be a Topology",
              "fs.Topology.node(), fs.Topology.cluster(8) or fs.Topology.of({...})")  # fmt: skip
+    if topology is not None and topology.links and (known := tuple(meshes)):
+        raise_if(where, topology.link_problems(known))
     return topology or default or Topology.node()
 
 

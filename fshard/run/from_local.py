@@ -8,13 +8,15 @@ from typing import Any
 import torch
 
 from fshard._util.errors import Problem, fail, raise_if
+from fshard._util.text import numbers_text
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.sharded import Sharded
 from fshard.layout.spec import DTYPE_NAMES, Spec
 from fshard.run.execute import check_tuple, run_typed_hook
-from fshard.run.transports.base import Label, current_transport, labelled, stacked
+from fshard.run.transports.base import Label, current_rank, current_transport, labelled, stacked
 from fshard.run.transports.divergence_report import rank_text
+from fshard.run.value_digest import value_digest
 
 # -- headers: shape and dtype of a local as a tensor of int64 ---------------------------
 
@@ -49,7 +51,7 @@ def from_local(
     *,
     sizes: str | Mapping[int, Sequence[int]] = "infer",
     shape: Sequence[int] | None = None,
-    check: bool = True,
+    check: bool | str = True,
 ) -> Sharded:
     """Make a pair from locals that have the layout `partition` already; nothing is copied.
 
@@ -63,25 +65,39 @@ def from_local(
             chunks the global `shape`, which it requires, as `torch.chunk` does; a dict has them by
             dim, for dims that are uneven.
         shape: the global shape, which is computed from the locals if it is not given.
-        check: whether to compare every rank's shape and dtype with the spec, by communication.
+        check: True compares every rank's shape and dtype with the spec, by communication. "values"
+            also compares the values of replicas, by digests of a few bytes. "broadcast" replaces
+            replicas by the first one's values, as DTensor's `run_check`; they are new leaves for
+            autograd. False checks nothing.
 
     Returns:
         The pair.
 
     Raises:
-        ShardingError: the same on every rank, naming the ranks whose locals do not fit.
+        ShardingError: the same on every rank, naming the ranks whose locals do not fit, or with
+            `check="values"` whose replicas differ.
 
     >>> import torch
     >>> import fshard as fs
     >>> fs.from_local((torch.ones(3), torch.ones(1)), fs.Mesh(x=2), fs.P("x")).spec
     f32[4@x:3+1]
+    >>> replicas = torch.ones(2), torch.zeros(2)
+    >>> fs.from_local(replicas, fs.Mesh(x=2), fs.P(), check="broadcast").local[1]
+    tensor([1., 1.])
     """
     if not isinstance(mesh, Mesh) or not isinstance(partition, PartitionSpec):
         fail("fs.from_local", f"{mesh!r} and {partition!r}",
              "the arguments must be a local, a Mesh and a P",
              "fs.from_local(local, fs.Mesh(x=2), fs.P('x')), say")  # fmt: skip
+    if not isinstance(check, bool) and check not in CHECKS:
+        fail(
+            "fs.from_local",
+            f"check={check!r}",
+            'check must be True, False, "values" or "broadcast"',
+            'check="values"',
+        )
     mesh.check_axes(partition.axes, "fs.from_local")
-    facts, dtype = _gather_facts(local, mesh, communicate=check or sizes == "infer")
+    facts, dtype = _gather_facts(local, mesh, communicate=bool(check) or sizes == "infer")
     ranks = list(facts)
     shapes = {rank: rank_shape for rank, (rank_shape, _) in facts.items()}
     problems = _dtype_problems(facts) if check else []
@@ -105,12 +121,78 @@ def from_local(
                     fix)
             for rank in ranks if shapes[rank] != spec.local_shape(rank)
         ])  # fmt: skip
+    if check == "values":
+        _check_replicas(local, spec)
+    elif check == "broadcast":
+        local = _broadcast_replicas(local, spec)
     if not isinstance(local, torch.Tensor):
         return Sharded(tuple(local), spec)
     result: Sharded = run_typed_hook.call(
         "fs.from_local", local, spec, spec, lambda x: Sharded(x, spec)
     )
     return result
+
+
+CHECKS = ("values", "broadcast")
+
+
+def _replica_groups(spec: Spec) -> tuple[tuple[int, ...], ...]:
+    """Return the groups of ranks that must hold the same values."""
+    p = spec.partition
+    distinct = {axis for axes in p.dims for axis in axes} | dict(p.unreduced_kinds).keys()
+    return spec.mesh.groups(tuple(axis for axis in spec.mesh.axes if axis not in distinct))
+
+
+def _check_replicas(local: Any, spec: Spec) -> None:
+    """Raise `ShardingError`, the same on every rank, if values of replicas differ."""
+    ranks = tuple(spec.mesh.ranks)
+    if isinstance(local, torch.Tensor):
+        digest, transport = value_digest(local), current_rank(spec.mesh, "fs.from_local")
+        with labelled(Label("fs.from_local", spec.mesh)):
+            rows = stacked(transport.all_gather(digest, ranks)(), digest.shape).tolist()
+    else:
+        rows = [value_digest(shard).tolist() for shard in local]
+    digests = dict(zip(ranks, rows, strict=True))
+    problems = []
+    for first, *others in _replica_groups(spec):
+        differing = [rank for rank in others if digests[rank] != digests[first]]
+        if differing:
+            names = numbers_text("rank", sorted(differing))
+            problems.append(
+                Problem(
+                    f"values on {names} that differ from those on rank {first}",
+                    f"for {spec} {numbers_text('rank', sorted((first, *others)))} must hold equal "
+                    "values",
+                    f'check="broadcast" takes those of rank {first}; a partition that names the '
+                    "axis along which they differ keeps them",
+                )
+            )
+    raise_if("fs.from_local", problems, same_on_all_ranks=True)
+
+
+def _broadcast_replicas(local: Any, spec: Spec) -> Any:
+    """Return the local, or all of them, with the values of the first rank of each group."""
+    groups = _replica_groups(spec)
+    if not isinstance(local, torch.Tensor):
+        shards = dict(zip(spec.mesh.ranks, local, strict=True))
+        for first, *others in groups:
+            for rank in others:
+                shards[rank] = _leaf_like(shards[rank], shards[first].detach().clone())
+        return tuple(shards.values())
+    transport = current_rank(spec.mesh, "fs.from_local")
+    group = next(group for group in groups if transport.rank in group)
+    count, is_first = local.numel(), transport.rank == group[0]
+    send = [count if is_first and rank != transport.rank else 0 for rank in group]
+    receive = [count if rank == group[0] and not is_first else 0 for rank in group]
+    flat = local.detach().reshape(-1).repeat(len(group) - 1) if is_first else local.new_empty(0)
+    with torch.no_grad(), labelled(Label("fs.from_local", spec.mesh)):
+        received = transport.all_to_all(flat, send, receive, group)()
+    return local if is_first else _leaf_like(local, received.view(local.shape))
+
+
+def _leaf_like(local: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return a value as a leaf that requires grad if a local does."""
+    return value.requires_grad_(local.requires_grad)
 
 
 Facts = dict[int, tuple[tuple[int, ...], torch.dtype | None]]

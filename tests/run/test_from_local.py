@@ -90,3 +90,50 @@ def test_from_local_names_every_wrong_rank_unless_unchecked() -> None:
         fs.from_local(locals_, MESH, P("x"))
     assert re.findall(r"rank (\d) \(", str(caught.value)) == ["1", "4"]
     assert fs.from_local(locals_, MESH, P("x"), check=False).spec.shape == (4, 3)
+
+
+# -- values of replicas -----------------------------------------------------------------
+
+SQUARE = Mesh(x=2, y=2)
+DIFFERING = tuple(torch.full((2,), float(rank)) for rank in range(4))
+NAN = tuple(torch.tensor([torch.nan, 1.0]) for _ in range(4))
+
+
+def test_from_local_compares_the_values_of_replicas() -> None:
+    assert fs.from_local(DIFFERING, SQUARE, P("x")).local == DIFFERING
+    with pytest.raises(ShardingError) as caught:
+        fs.from_local(DIFFERING, SQUARE, P("x"), check="values")
+    assert str(caught.value).splitlines()[1:3] == [
+        "  given: values on rank 1 that differ from those on rank 0",
+        "  rule:  for f32[4@x] ranks 0-1 must hold equal values",
+    ]
+    assert "values on rank 3 that differ from those on rank 2" in str(caught.value)
+    for partition in (P(("x", "y")), P("x", unreduced={"y"})):
+        fs.from_local(DIFFERING, SQUARE, partition, check="values")
+    fs.from_local(NAN, SQUARE, P("x", reduced={"y"}), check="values")
+
+
+def test_from_local_broadcasts_the_first_replica() -> None:
+    locals_ = tuple(local.clone().requires_grad_() for local in DIFFERING)
+    pair = fs.from_local(locals_, SQUARE, P("y"), check="broadcast")
+    assert [shard.tolist() for shard in pair.local] == [[0, 0], [1, 1], [0, 0], [1, 1]]
+    assert all(shard.is_leaf and shard.requires_grad for shard in pair.local)
+    assert pair.local[0] is locals_[0]
+    assert len({shard.data_ptr() for shard in pair.local}) == 4
+
+
+def test_from_local_refuses_unknown_checks() -> None:
+    with pytest.raises(ShardingError, match='check must be True, False, "values" or "broadcast"'):
+        fs.from_local(DIFFERING, SQUARE, P("x"), check="value")
+
+
+def test_replicas_of_ranks_are_compared_and_broadcast() -> None:
+    def broadcast() -> list[float]:
+        rank = SQUARE.rank(x=0, y=0) + fs.axis_index("x", mesh=SQUARE) * 2
+        local = torch.full((2,), float(rank + fs.axis_index("y", mesh=SQUARE)))
+        with pytest.raises(ShardingError, match="values on rank 1 that differ"):
+            fs.from_local(local, SQUARE, P("x"), check="values")
+        values: list[float] = fs.from_local(local, SQUARE, P(), check="broadcast").local.tolist()
+        return values
+
+    assert fs.simulate(SQUARE, broadcast) == [[0.0, 0.0]] * 4

@@ -133,9 +133,10 @@ def local_strategy_for(
 def _strategy(
     op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options: _Options
 ) -> Strategy | None:
-    topology = as_topology("fs.propagate", options.topology)
     kwargs = read_arguments(op, kwargs)
     specs = instances_in((*args, *kwargs.values()), Spec)
+    meshes = [spec.mesh for spec in specs]
+    topology = as_topology("fs.propagate", options.topology, meshes=meshes)
     if not specs:
         fail(f"fs.propagate({name_of(op)})", "no specs",
              "a spec stands in the place of every tensor",

@@ -195,7 +195,7 @@ class Batch:
         >>> print(batch.cost())
         7.05 µs, 60 B sent, 60 B received, 80 B peak, 1 launch, 3 messages
         """
-        return _cost(self, as_topology("Batch.cost", topology, self.topology))
+        return _cost(self, as_topology("Batch.cost", topology, self.topology, self.meshes))
 
     # -- running ----------------------------------------------------------------------
 
@@ -253,7 +253,9 @@ class Batch:
         Returns:
             A `BatchExplanation`, which prints as text, in `rich` and as HTML in a notebook.
         """
-        return explain_batch_hook.call(self, as_topology("Batch.explain", topology, self.topology))
+        return explain_batch_hook.call(
+            self, as_topology("Batch.explain", topology, self.topology, self.meshes)
+        )
 
     def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
         return mimebundle_hook.call(self)

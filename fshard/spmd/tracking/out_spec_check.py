@@ -23,6 +23,7 @@ from fshard.program.program import Program
 from fshard.program.steps import ReducedToInvariant
 from fshard.run.autograd.linear_function import ProgramGroup, apply_linear
 from fshard.run.transports.base import Label, current_transport, labelled
+from fshard.run.value_digest import value_digest
 from fshard.spmd.collectives.gather_scatter import all_gather
 from fshard.spmd.tracking.tracker import Tracker, has_gradient
 from fshard.spmd.types import VARYING, State, States, format_axes, state_word, states_of
@@ -190,7 +191,7 @@ def check_values(
             raise_if(where, [problem], same_on_all_ranks=True)
         if not rows:
             return
-        local = torch.stack([_digest(promise.x).to(device) for promise, _ in rows])
+        local = torch.stack([value_digest(promise.x).to(device) for promise, _ in rows])
         gathered = all_gather(local, mesh.axes, mesh=mesh).tolist()
         for i, (promise, along) in enumerate(rows):
             digests = [row[i] for row in gathered]
@@ -251,20 +252,6 @@ def _equal_along(p: PartitionSpec, axes: Sequence[str]) -> tuple[str, ...]:
     """Return the axes along which a partition requires equal values."""
     states = states_of(p)
     return tuple(a for a in axes if (states.at(a) or ("reduced",))[0] == "reduced")
-
-
-def _digest(x: torch.Tensor) -> torch.Tensor:
-    """Return shape and values as three integers; different ones agree with probability 2^-60."""
-    # Copy: a view as bytes needs contiguous elements; `contiguous` keeps odd strides of size 1.
-    flat = x.detach().reshape(-1).clone(memory_format=torch.contiguous_format).cpu()
-    words = flat.view(torch.uint8)
-    words = torch.nn.functional.pad(words, (0, -len(words) % 8)).view(torch.int64)
-    index = torch.arange(len(words)) * 0x9E3779B97F4A7C1 + 0x2545F4914F6CDD1D
-    mixed = (words ^ index) * 0x369DEA0F31A53F85
-    total = ((mixed ^ (mixed >> 29)) * 0x27BB2EE687B0B0FD).sum()
-    # Not hash(), which differs between processes for strings.
-    shape = torch.tensor([x.ndim, crc32(str((*x.shape, x.dtype)).encode())])
-    return torch.cat([total.reshape(1), shape]).to(x.device)
 
 
 def _difference(

@@ -271,6 +271,26 @@ def from_locals(locals_: Sequence[torch.Tensor], p: fs.PartitionSpec, options: A
     return fs.from_local(locals_[dist.get_rank()], MESH, p, **options).spec
 
 
+def differing_replicas() -> tuple[str, list[float], bool]:
+    fs.init(MESH)
+    local = torch.full((2,), float(dist.get_rank()), requires_grad=True)
+    with pytest.raises(ShardingError) as error:
+        fs.from_local(local, MESH, P("y"), check="values")
+    pair = fs.from_local(local, MESH, P("y"), check="broadcast")
+    return str(error.value), pair.local.tolist(), pair.local.is_leaf and pair.local.requires_grad
+
+
+def test_replicas_are_compared_and_broadcast() -> None:
+    results = run_ranks(4, differing_replicas)
+    first, second = MESH.groups("x")
+    assert [values for _, values, _ in results] == [
+        [float((first if rank in first else second)[0])] * 2 for rank in range(4)
+    ]
+    assert len({text for text, _, _ in results}) == 1
+    assert f"values on rank {first[1]} that differ from those on rank {first[0]}" in results[0][0]
+    assert all(is_leaf for _, _, is_leaf in results)
+
+
 FOUR = torch.zeros(2, 3)
 
 

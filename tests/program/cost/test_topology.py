@@ -7,11 +7,14 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import fshard as fs
 from fshard._util.errors import ShardingError
 from fshard.layout.mesh import Mesh
 from fshard.program.cost.topology import Link, Topology
@@ -287,3 +290,50 @@ def test_invalid_paths_are_refused(name: str, path: object) -> None:
     assert str(caught.value) == spec_grid.message(
         f"fs.Topology.{name}", f"path {path!r}", "path must be a str or a Path",
         "'topology.json'")  # fmt: skip
+
+
+# -- links of axes that a mesh does not have ---------------------------------------------
+
+TYPO = Topology.of({"xx": Link(1e-4, 1e8)})
+SPEC = fs.Spec(Mesh(x=2, y=2), fs.P("x"), shape=(4,))
+REPLICATED = SPEC.replace(partition=fs.P())
+
+
+def negate(x: torch.Tensor) -> torch.Tensor:
+    return -x
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda topology: fs.redistribute(SPEC, REPLICATED, topology=topology),
+        lambda topology: fs.redistribute([SPEC], [REPLICATED], topology=topology),
+        lambda topology: fs.redistribute(SPEC, REPLICATED).cost(topology),
+        lambda topology: fs.redistribute(SPEC, REPLICATED).explain(topology),
+        lambda topology: fs.redistribute(SPEC, REPLICATED).simplify(topology),
+        lambda topology: fs.redistribute([SPEC], [REPLICATED]).cost(topology),
+        lambda topology: fs.propagate(torch.neg, SPEC, topology=topology),
+        lambda topology: fs.partition(negate, mesh=SPEC.mesh, topology=topology),
+        lambda topology: fs.auto(negate, SPEC.mesh, [torch.ones(4)], topology=topology),
+        lambda topology: fs.on_pairs(negate, topology=topology)(fs.shard(torch.ones(4), SPEC)),
+    ],
+    ids=["redistribute", "batch", "cost", "explain", "simplify", "batch cost", "propagate",
+         "partition", "auto", "on_pairs"],
+)  # fmt: skip
+def test_link_of_an_unknown_axis_is_refused(use: Callable[[Topology], Any]) -> None:
+    with pytest.raises(
+        ShardingError, match=r"link of axis 'xx' for Mesh\(x=2, y=2\), which (.*\n)*.*'x'"
+    ):
+        use(TYPO)
+    use(Topology.of({"x": Link(1e-4, 1e8), "x_1": Link(1e-4, 1e8)}))
+
+
+def test_links_of_further_axes_are_allowed_if_every_axis_has_one() -> None:
+    topology = Topology.of(dict.fromkeys("xyz", Link(1e-4, 1e8)))
+    assert fs.redistribute(SPEC, REPLICATED, topology=topology).topology == topology
+
+
+def test_links_of_both_meshes_are_known() -> None:
+    other = fs.Spec(Mesh(z=4), fs.P("z"), shape=(4,))
+    topology = Topology.of({"x": Link(1e-4, 1e8), "z": Link(1e-4, 1e8)})
+    assert fs.redistribute(SPEC, other, topology=topology).topology == topology
