@@ -3,6 +3,8 @@
 Along an axis a tensor is invariant (one value, the same on every rank; the axis is not listed),
 varying (any value), reduced (the same value, used for different work) or unreduced (a partial sum,
 or a candidate of a maximum). Cotangents: varying and invariant stay, reduced and unreduced swap.
+A value that varies for no other reason than that the host has read varying values before is
+control-dependent: it may be equal on all ranks, which is then compared.
 The rules are those of JAX's varying manual axes (`jax.typeof`, JAX 0.11): operands of an operation
 agree along every axis, after casts whose transpose is the sum that gradients need; unreduced
 operands enter linear operations only.
@@ -25,7 +27,7 @@ State = tuple[str, str]
 """(word, reduction): varying, reduced or unreduced; the reduction is "" for varying."""
 
 VARYING: State = ("varying", "")
-
+CONTROL_DEPENDENT: State = ("varying", "by control")
 
 CASTS = {
     ("invariant", "varying"),
@@ -83,7 +85,7 @@ class States:
         parts = []
         for word in ("varying", "unreduced", "reduced"):
             axes = [
-                axis if kind in ("", "sum") else f"{axis}={kind}"
+                axis if state == "varying" or kind == "sum" else f"{axis}={kind}"
                 for axis, (state, kind) in self.items
                 if state == word
             ]
@@ -221,8 +223,9 @@ def _join_along(
     if "unreduced" in words:
         return _join_unreduced(axis, states, rule)
     others = {state for state in states if state is not None}
-    if others == {VARYING} or others == {VARYING, ("reduced", "sum")}:
-        return VARYING, [VARYING] * len(states)
+    if "varying" in words and others <= {VARYING, CONTROL_DEPENDENT, ("reduced", "sum")}:
+        state = CONTROL_DEPENDENT if others == {CONTROL_DEPENDENT} else VARYING
+        return state, [state] * len(states)
     if len(others) == 1 and (others == {("reduced", "sum")} or "invariant" not in words):
         (common,) = others
         return common, [common] * len(states)
@@ -294,6 +297,24 @@ def newly_cast_axes(states: States, target: States) -> tuple[str, ...]:
     ('x',)
     """
     return tuple(axis for axis, _ in target.items if states.at(axis) is None)
+
+
+@lru_cache(maxsize=4096)
+def control_cast_axes(states: States, target: States) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the axes along which a cast makes a value control-dependent, and no longer so.
+
+    >>> control_cast_axes(INVARIANT, States.of({"x": CONTROL_DEPENDENT}))
+    (('x',), ())
+    """
+    entered, left = (
+        tuple(
+            axis
+            for axis, state in items.items
+            if state == CONTROL_DEPENDENT and others.at(axis) == end
+        )
+        for items, others, end in ((target, states, None), (states, target, VARYING))
+    )
+    return entered, left
 
 
 # -- collectives -------------------------------------------------------------------------
@@ -399,6 +420,9 @@ def _apply_cast(
 ) -> JoinedStates | TypeConflict:
     """Infer the states of a `pcast`."""
     target, axes = str(signature.cast_to), signature.axes
+    controlled = [axis for axis in axes if states.at(axis) == CONTROL_DEPENDENT]
+    if target == "varying":  # it stands for an invariant value
+        words = words | dict.fromkeys(controlled, "invariant")
     if len(set(words.values())) > 1:
         groups = [[a for a in axes if words[a] == word] for word, to in CASTS if to == target]
         fixes = [f"fs.pcast(x, {format_axes(g)}, to={target!r})" for g in sorted(groups) if g]
@@ -415,7 +439,8 @@ def _apply_cast(
     if word == "reduced" and any(states.at(axis) != ("reduced", "sum") for axis in axes):
         rule = "the operand must be reduced by sum: by avg its gradient is a share of an average"
         return TypeConflict(axes[0], rule, f"take it reduced by sum, P(reduced={{{axes[0]!r}}})")
-    return JoinedStates(states.updated(axes, signature.result), (states,))
+    result = states.updated(axes, signature.result)
+    return JoinedStates(result, (result if controlled and target == "varying" else states,))
 
 
 def suggest_state(word: object, known: Sequence[str]) -> str:

@@ -14,7 +14,7 @@ from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
 from fshard.program.program import Program
 from fshard.program.steps import InvariantToReduced
-from fshard.run.autograd.linear_function import ProgramGroup, apply_linear, is_differentiated
+from fshard.run.autograd.linear_function import LinearOp, apply_linear, is_differentiated
 from fshard.run.transports.base import Label, current_rank, labelled
 from fshard.run.transports.divergence_report import call_line
 from fshard.spmd.axis_env import current_tracker, resolve_axes
@@ -41,26 +41,26 @@ TARGET_STATES: dict[str, State] = {
 
 
 @lru_cache(maxsize=CACHE_SIZE)
-def _cast_program(
+def cast_program(
     mesh: Mesh,
     axes: tuple[str, ...],
     shape: torch.Size,
     dtype: torch.dtype,
     wire: torch.dtype | None,
 ) -> Program:
+    """Return the program that keeps a tensor and whose transpose sums over `axes`, in `wire`."""
     src = Spec(mesh, PartitionSpec(), shape=shape, dtype=dtype)
     return Program(src, (InvariantToReduced(axes),), backward_dtype=wire)
 
 
-def cast_to_varying(mesh: Mesh, axes: tuple[str, ...], x: torch.Tensor) -> torch.Tensor:
-    """Return `x` unchanged, with cotangents summed along the axes.
+def cast_by(op: LinearOp, x: torch.Tensor) -> torch.Tensor:
+    """Return `x` unchanged, by an operation whose transpose may sum cotangents.
 
     It is a view of `x`: PyTorch refuses to write it in place, which would change `x` without its
     gradient. A clone of it may be written.
     """
-    prog = _cast_program(mesh, axes, x.shape, x.dtype, None)
-    with labelled(Label("fs.pcast", mesh, call_line())):
-        return apply_linear(ProgramGroup((prog,)), (x,), False)[0]
+    with labelled(Label("fs.pcast", op.mesh, call_line())):
+        return apply_linear(op, (x,), False)[0]
 
 
 @collective
@@ -116,7 +116,7 @@ def pcast(
         check_wire_dtypes("fs.pcast", value.dtype, (forward_dtype, backward_dtype))
         if source != "invariant" or not is_differentiated(value):
             return value
-        return Transfer(_cast_program(owner, axes, value.shape, value.dtype, backward_dtype), value)
+        return Transfer(cast_program(owner, axes, value.shape, value.dtype, backward_dtype), value)
 
     result = TARGET_STATES.get(to)
     signature = TypeSignature(as_axes(axis_name), result, cast_to=to, source=src)

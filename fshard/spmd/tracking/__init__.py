@@ -6,6 +6,7 @@ Each tensor has a state along every mesh axis (varying, invariant, reduced, unre
 - `function_mode`: infers the states of each call's result.
 - `torch_effects`: which functions write, draw, read values, or are linear.
 - `insert_casts`: casts of operands that disagree.
+- `control_casts`: casts of values that depend on what the host has read.
 - `inner_autograd`: gradients taken in the body.
 - `out_spec_check`: results against their out specs.
 - `typed_body`: types of arguments and results of a mapped function.

@@ -1,7 +1,8 @@
 """Gradients taken in the body, and entry points of PyTorch that bypass function modes.
 
 A graph gets its types while it is recorded, and its casts contain all sums of gradients. Gradients
-therefore have the dual types, and nothing is tracked while PyTorch's engine runs.
+therefore have the dual types, and nothing is tracked while PyTorch's engine runs. What the host has
+read does not change them: ends of a gradient that are control-dependent are compared by value.
 """
 
 from __future__ import annotations
@@ -18,14 +19,18 @@ import torch
 from torch.autograd import Function
 
 from fshard._torch.operators import ScriptMethod, TensorBase
+from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.tree import tensors_in
 from fshard.spmd.axis_env import current_tracker
 from fshard.spmd.closure_inputs import graph_leaves
 from fshard.spmd.tracking.insert_casts import join_operands, replace_tensors
+from fshard.spmd.tracking.out_spec_check import GRADIENTS, Promise, check_values
 from fshard.spmd.tracking.torch_effects import Action, OpEffect
-from fshard.spmd.tracking.tracker import Tracker
+from fshard.spmd.tracking.tracker import Tracker, unwrapped
 from fshard.spmd.types import (
+    CONTROL_DEPENDENT,
     INVARIANT,
+    VARYING,
     State,
     States,
     TypeConflict,
@@ -42,8 +47,10 @@ def run_autograd_grad(
     bound = inspect.signature(func).bind(*args, **kwargs)
     bound.apply_defaults()
     inputs, seeds = bound.arguments["inputs"], bound.arguments["grad_outputs"]
-    _check_seeds(tracker, "torch.autograd.grad", bound.arguments["outputs"], seeds)
-    with tracker.pause():
+    input_list, outputs = _as_list(inputs), bound.arguments["outputs"]
+    _check_seeds(tracker, "torch.autograd.grad", outputs, seeds)
+    agreed = _agree(tracker, outputs, seeds, input_list)
+    with tracker.pause(), tracker.agreed.extended(agreed):
         result = func(*args, **kwargs)
         # The engine may return a cotangent itself, or one tensor twice: each gradient needs a
         # record of its own.
@@ -52,11 +59,51 @@ def run_autograd_grad(
             gradients.append(g.view_as(g) if g is not None and id(g) in seen else g)
             seen.add(id(g))
         result = tuple(gradients)
-    input_list = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
     for x, gradient in zip(input_list, result, strict=True):
         if gradient is not None:
             tracker.record(gradient, tracker.states(x).dual)
     return result
+
+
+def _agree(
+    tracker: Tracker, outputs: Any, seeds: Any, inputs: Sequence[torch.Tensor]
+) -> frozenset[str]:
+    """Return the axes along which ends of a gradient are control-dependent, and equal by value.
+
+    Along these the gradient is the one without the host's read. Raises `ShardingError` for values
+    that differ. An output or cotangent counts as varying where the other one varies.
+    """
+    if not tracker.read_states.items:
+        return frozenset()
+
+    def axes_in(x: torch.Tensor | None, state: State) -> set[str]:
+        items = () if x is None else tracker.states(x).items
+        return {axis for axis, other in items if other == state}
+
+    ends: list[tuple[str, torch.Tensor, set[str]]] = []
+    for y, seed in itertools.zip_longest(_as_list(outputs), _as_list(seeds)):
+        if isinstance(y, torch.Tensor):
+            varying = axes_in(y, VARYING) | axes_in(seed, VARYING)
+            ends.append(("an output", y, axes_in(y, CONTROL_DEPENDENT) - varying))
+            if seed is not None:
+                ends.append(("a cotangent", seed, axes_in(seed, CONTROL_DEPENDENT) - varying))
+    ends += [
+        ("an input", x, axes_in(x, CONTROL_DEPENDENT))
+        for x in inputs
+        if isinstance(x, torch.Tensor)
+    ]
+    agreed = frozenset(axis for *_, axes in ends for axis in axes)
+    promises = [
+        Promise(f"{name} of a gradient", unwrapped(x), PartitionSpec(unreduced=agreed - axes))
+        for name, x, axes in ends
+        if axes
+    ]
+    if promises:
+        axes = [axis for axis in tracker.mesh.axes if axis in agreed]
+        with tracker.pause():
+            sites = tracker.read_sites
+            check_values(tracker.mesh, axes, promises, tracker.name, sites, subject=GRADIENTS)
+    return agreed
 
 
 def _as_list(tensors: Any) -> list[Any]:
@@ -84,6 +131,8 @@ def _fits(state: State | None, dual: State | None) -> bool:
     """Return True if a cotangent may have a state; equal values may count as varying or reduced."""
     if state == dual or (dual is not None and dual[0] == "varying" and state is None):
         return True
+    if state == CONTROL_DEPENDENT or dual == CONTROL_DEPENDENT:
+        return state_word(state) in ("varying", "invariant") and state_word(dual) != "unreduced"
     return state is None and dual is not None and dual[0] == "reduced"
 
 
@@ -126,7 +175,8 @@ def run_backward(
                     "from outside, and their .grad",
                     "torch.autograd.grad(loss, [x, ...]), or x = x.detach().requires_grad_() first",
                 )
-    with tracker.pause():
+    agreed = _agree(tracker, output_arg, seeds, leaves)
+    with tracker.pause(), tracker.agreed.extended(agreed):
         leaf_grads = [(x, x.grad) for x in leaves if x.is_leaf or x.retains_grad]
         before = [
             tracker.states(g) if g is not None and id(g) in tracker.table else None

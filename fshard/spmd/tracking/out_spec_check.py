@@ -8,7 +8,6 @@ depend on such a predicate are compared.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -18,15 +17,21 @@ from fshard._torch.modes import DisableTorchFunction
 from fshard._util.errors import Problem, raise_if
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
-from fshard.layout.spec import Spec
-from fshard.program.program import Program
-from fshard.program.steps import ReducedToInvariant
-from fshard.run.autograd.linear_function import ProgramGroup, apply_linear
 from fshard.run.transports.base import Label, current_transport, labelled
 from fshard.run.value_digest import value_digest
 from fshard.spmd.collectives.gather_scatter import all_gather
+from fshard.spmd.collectives.pcast import cast_by
+from fshard.spmd.tracking.control_casts import ExitControl
 from fshard.spmd.tracking.tracker import Tracker, has_gradient
-from fshard.spmd.types import VARYING, State, States, format_axes, state_word, states_of
+from fshard.spmd.types import (
+    CONTROL_DEPENDENT,
+    VARYING,
+    State,
+    States,
+    format_axes,
+    state_word,
+    states_of,
+)
 
 
 class Promise(NamedTuple):
@@ -42,7 +47,7 @@ class Promise(NamedTuple):
 NonTensor = tuple[str, Any]
 """Path and value of a result that is not a tensor."""
 
-RESULTS, ARGUMENTS = "its results", "its arguments"
+RESULTS, ARGUMENTS, GRADIENTS = "its results", "its arguments", "its gradients"
 """Values to compare."""
 
 MAX_TEXT_BYTES = 48
@@ -56,6 +61,8 @@ def check_promises(
     others: Sequence[NonTensor] = (),
 ) -> list[torch.Tensor]:
     """Return the tensors, cast to the states that their specs require along `axes`.
+
+    The gradient of a control-dependent value that must be equal is coordinate 0's.
 
     Raises `ShardingError` for types that contradict the specs, all at once. Values that must be
     equal are compared if the host has read varying values, and always with `check="values"`;
@@ -72,7 +79,11 @@ def check_promises(
             op = f"returning {promise.path}" if promise.is_result else promise.path
             tracker.check_cast(x, states, target, op)
             y = tracker.cast(x, states, target)
-            outputs.append(_take_first(tracker.mesh, axes, y, states, required))
+            controlled = tuple(a for a in axes if states.at(a) and not required.at(a))
+            if controlled and has_gradient(y):
+                with DisableTorchFunction():
+                    y = cast_by(ExitControl(tracker.mesh, (), controlled, tracker.agreed), y)
+            outputs.append(y)
     tracker.raise_all(problems)
     if tracker.values or tracker.read_states.items:
         with tracker.pause():
@@ -88,7 +99,7 @@ def _type_problems(tracker: Tracker, axes: Sequence[str], promise: Promise) -> l
     for axis in axes:
         state, required_state = states.at(axis), required.at(axis)
         may_depend = axis in tracker.read_states.axes("varying") and not tracker.strict
-        compared = may_depend and (state, required_state) == (VARYING, None)
+        compared = may_depend and required_state is None and state_word(state) == "varying"
         if not compared and not _is_castable(state, required_state):
             mismatches.setdefault((state_word(state), state_word(required_state)), []).append(axis)
     return [_type_problem(tracker, promise, *words, along) for words, along in mismatches.items()]
@@ -98,7 +109,7 @@ def _is_castable(state: State | None, required: State | None) -> bool:
     """Return True if a state is the required one or can be cast to it."""
     if state == required or (state is None and required is not None and required[0] != "unreduced"):
         return True
-    return required == VARYING and state == ("reduced", "sum")
+    return required == VARYING and state in (CONTROL_DEPENDENT, ("reduced", "sum"))
 
 
 def _type_problem(
@@ -134,26 +145,6 @@ def _type_problem(
         "reduced": f"reduced={braces} in the {spec}",
     }
     return Problem(given, rule, fixes_to_one[have])
-
-
-@lru_cache(maxsize=4096)
-def _take_first_program(
-    mesh: Mesh, axes: tuple[str, ...], shape: torch.Size, dtype: torch.dtype
-) -> Program:
-    src = Spec(mesh, PartitionSpec(reduced=set(axes)), shape=shape, dtype=dtype)
-    return Program(src, (ReducedToInvariant(axes),))
-
-
-def _take_first(
-    mesh: Mesh, axes: Sequence[str], x: torch.Tensor, states: States, required: States
-) -> torch.Tensor:
-    """Return equal values with a varying type as the value of coordinate 0, in backward too."""
-    picked = tuple(a for a in axes if required.at(a) is None and states.at(a) is not None)
-    if not picked or not has_gradient(x):
-        return x
-    with DisableTorchFunction():
-        prog = _take_first_program(mesh, picked, x.shape, x.dtype)
-        return apply_linear(ProgramGroup((prog,)), (x,), False)[0]
 
 
 # -- values ------------------------------------------------------------------------------
@@ -197,9 +188,9 @@ def check_values(
             digests = [row[i] for row in gathered]
             groups = [[mesh.devices.index(r) for r in group] for group in mesh.groups(along)]
             if any(digests[i] != digests[group[0]] for group in groups for i in group):
-                fix = f"{_equality_fix(along, subject)}, or name it in the spec"
+                rule, fix = _equality_rule(along, subject)
                 fix += _divergence_note(read_sites)
-                problem = _difference(mesh, along, groups, promise, digests, device, fix)
+                problem = _difference(mesh, groups, promise, digests, device, rule, fix)
                 if problem is not None:
                     raise_if(where, [problem], same_on_all_ranks=True)
 
@@ -256,15 +247,14 @@ def _equal_along(p: PartitionSpec, axes: Sequence[str]) -> tuple[str, ...]:
 
 def _difference(
     mesh: Mesh,
-    along: tuple[str, ...],
     groups: Sequence[Sequence[int]],
     promise: Promise,
     digests: Sequence[Sequence[int]],
     device: torch.device,
+    rule: str,
     fix: str,
 ) -> Problem | None:
     """Return a problem for the first element that differs within a group, or None."""
-    rule = f"along {', '.join(along)}, which the spec omits, values must be equal"
     if len({tuple(digest[1:]) for digest in digests}) > 1:
         values = f"{promise.path}: shapes or dtypes that differ; here {tuple(promise.x.shape)}"
         return Problem(values, rule, fix)
@@ -285,11 +275,17 @@ def _difference(
     return None
 
 
-def _equality_fix(along: Sequence[str], subject: str) -> str:
-    """Return a fix that makes values equal along axes."""
+def _equality_rule(along: Sequence[str], subject: str) -> tuple[str, str]:
+    """Return the rule that values must be equal along axes, and a fix."""
+    names = ", ".join(along)
+    rule = f"along {names}, which the spec omits, values must be equal"
+    if subject == GRADIENTS:
+        rule = f"along {names}, where all operands are invariant, values must be equal"
+        return rule, f"fs.pcast(x, {format_axes(along)}, to='varying') of a value that differs"
     if subject == RESULTS:
-        return f"fs.psum or fs.pbroadcast over {', '.join(along)}"
-    return f"the same seed, or fs.pbroadcast(x, {format_axes(along)}, 0, mesh=mesh) before the call"
+        return rule, f"fs.psum or fs.pbroadcast over {names}, or name it in the spec"
+    broadcast = f"fs.pbroadcast(x, {format_axes(along)}, 0, mesh=mesh) before the call"
+    return rule, f"the same seed, or {broadcast}, or name it in the spec"
 
 
 def _divergence_note(read_sites: Sequence[str]) -> str:

@@ -22,11 +22,14 @@ from fshard._torch.modes import DisableTorchFunction
 from fshard._util.errors import Problem, fail, raise_if
 from fshard.layout.mesh import Mesh
 from fshard.layout.tree import flatten, unflatten
+from fshard.run.autograd.linear_function import ProgramGroup
 from fshard.run.transports.divergence_report import user_frame, user_line
 from fshard.spmd.axis_env import current_axes, current_tracker
 from fshard.spmd.collectives.collective_plan import CollectivePlan
-from fshard.spmd.collectives.pcast import cast_to_varying
+from fshard.spmd.collectives.pcast import cast_by, cast_program
+from fshard.spmd.tracking.control_casts import AgreedAxes, EnterControl, LeaveControl
 from fshard.spmd.types import (
+    CONTROL_DEPENDENT,
     INVARIANT,
     JoinedStates,
     LocalType,
@@ -34,6 +37,7 @@ from fshard.spmd.types import (
     TypeConflict,
     TypeRule,
     apply_signature,
+    control_cast_axes,
     format_axes,
     join_states,
     newly_cast_axes,
@@ -51,7 +55,7 @@ class TypeRecord(weakref.ref[torch.Tensor]):
     key: int
     states: States
     storage: int
-    casts: dict[tuple[str, ...], tuple[int, torch.Tensor]] | None
+    casts: dict[States, tuple[int, torch.Tensor]] | None
 
 
 class Tracker:
@@ -65,6 +69,7 @@ class Tracker:
         # The host has read values that vary along these axes, at these lines.
         self.read_states: States = INVARIANT
         self.read_sites: list[str] = []
+        self.agreed = AgreedAxes()
         self.table: dict[int, TypeRecord] = {}
         # Storages are looked up when a tensor is written: most tensors are freed before.
         self._unindexed: dict[int, TypeRecord] = {}
@@ -119,7 +124,7 @@ class Tracker:
             elif record.states is not states:
                 record.states, record.casts = states, None
             if is_transformed():
-                inner = _unwrapped(result)
+                inner = _inner(result)
                 if inner is not None:
                     self.record(inner, states)
         elif isinstance(result, tuple | list):
@@ -133,7 +138,7 @@ class Tracker:
         and invariant; but if the host read varying values, it may have been made from them and
         varies. A closure that is also an argument is invariant, so that its gradient is summed.
         """
-        inner = _unwrapped(x)
+        inner = _inner(x)
         if inner is not None:
             states = self.states(inner)
             self.record(x, states)
@@ -179,20 +184,30 @@ class Tracker:
 
         A tensor is cast once for all uses, so that its gradient is summed once.
         """
-        axes = newly_cast_axes(states, target)
-        if not axes or not has_gradient(x):
+        axes, (entered, left) = newly_cast_axes(states, target), control_cast_axes(states, target)
+        if not (axes or left) or not has_gradient(x):
             return x
         record = self.table[id(x)]
         if record.casts is None:
             record.casts = {}
         version = version_of(x)
-        cached = record.casts.get(axes)
+        reached = States.of(
+            dict(states.items) | {a: s for a, s in target.items if a in axes + left}
+        )
+        cached = record.casts.get(reached)
         if cached is not None and cached[0] == version:
             return cached[1]
-        y = cast_to_varying(self.mesh, axes, x)
+        y, summed = x, tuple(axis for axis in axes if axis not in entered)
+        if summed:
+            prog = cast_program(self.mesh, summed, x.shape, x.dtype, None)
+            y = cast_by(ProgramGroup((prog,)), y)
+        if entered:
+            y = cast_by(EnterControl(self.mesh, entered, self.agreed), y)
+        if left:
+            y = cast_by(LeaveControl(self.mesh, left, (), self.agreed), y)
         if not is_transformed():  # wrappers of torch.func end with the transform
-            record.casts[axes] = (version, y)
-        self.record(y, states.updated(axes, target.at(axes[0])))
+            record.casts[reached] = (version, y)
+        self.record(y, reached)
         return y
 
     def check_cast(self, x: torch.Tensor, states: States, target: States, op: str) -> None:
@@ -231,11 +246,11 @@ class Tracker:
             joined is not None and self._is_only_typed(plan, leaf) for leaf, joined in rows
         ]
         operands = [
-            None if stays else leaf if joined is None else self._cast_for(plan, leaf, joined)
-            for (leaf, joined), stays in zip(rows, unchanged, strict=True)
+            leaf if joined is None else self._cast_for(plan, leaf, joined) for leaf, joined in rows
         ]
+        moved = [None if stays else x for x, stays in zip(operands, unchanged, strict=True)]
         with self.pause():
-            finish = launch(plan, unflatten(treedef, operands), ahead)
+            finish = launch(plan, unflatten(treedef, moved), ahead)
 
         def complete() -> Any:
             with self.pause():
@@ -243,7 +258,7 @@ class Tracker:
                 for i, (leaf, joined) in enumerate(rows):
                     if joined is None or not isinstance(leaf, torch.Tensor):
                         continue
-                    y = leaf if unchanged[i] else results[i]
+                    y = operands[i] if unchanged[i] else results[i]
                     results[i] = y.view_as(y) if y is leaf else y
                     self.record(results[i], joined.result)
             return unflatten(treedef, results)
@@ -285,7 +300,8 @@ class Tracker:
         states, (target,) = self.states(leaf), joined.operands
         if states is target:
             return leaf
-        self.check_cast(leaf, states, target, plan.name)
+        if plan.signature.cast_to is None:
+            self.check_cast(leaf, states, target, plan.name)
         return self.cast(leaf, states, target)
 
     # -- writes and the host --
@@ -340,7 +356,8 @@ class Tracker:
         """
         axes = [axis for axis, (state_name, _) in states.items if state_name != "reduced"]
         if axes and not set(axes) <= set(self.read_states.axes("varying")):
-            self.read_states = States.varying({*self.read_states.axes("varying"), *axes})
+            read_axes = {*self.read_states.axes("varying"), *axes}
+            self.read_states = States.of(dict.fromkeys(read_axes, CONTROL_DEPENDENT))
         if axes and len(self.read_sites) < 3:
             line = f"{op}{user_line(None, None)}"
             if line not in self.read_sites:
@@ -454,10 +471,16 @@ def has_gradient(x: torch.Tensor) -> bool:
     """
     if x.requires_grad:
         return torch.is_grad_enabled()
-    inner = _unwrapped(x) if is_transformed() else None
+    inner = _inner(x) if is_transformed() else None
     return inner is not None and has_gradient(inner)
 
 
-def _unwrapped(x: torch.Tensor) -> torch.Tensor | None:
+def _inner(x: torch.Tensor) -> torch.Tensor | None:
     """Return the tensor within a wrapper of `torch.func`, or None for another tensor."""
     return get_unwrapped(x) if is_wrapped(x) else None
+
+
+def unwrapped(x: torch.Tensor) -> torch.Tensor:
+    """Return the tensor within all wrappers of `torch.func`."""
+    inner = _inner(x)
+    return x if inner is None else unwrapped(inner)

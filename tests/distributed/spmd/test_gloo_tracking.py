@@ -11,6 +11,7 @@ import torch
 import fshard as fs
 from fshard import Mesh
 from tests.helpers.gloo.harness import run_ranks
+from tests.helpers.spmd.host_read_bodies import BODIES, gradients
 from tests.helpers.spmd.typed_programs import (
     OPERATIONS,
     Program,
@@ -72,3 +73,15 @@ def test_random_bodies_equal_the_simulation(mesh: Mesh, check: bool | str) -> No
         for one, other, row in zip(actual, expected, work, strict=True):
             for y, z in zip(one, other, strict=True):
                 torch.testing.assert_close(y, z, rtol=1e-10, atol=1e-10, msg=str(row))
+
+
+def gradients_after_reads(mesh: Mesh) -> list[list[torch.Tensor]]:
+    fs.init(mesh)
+    return [gradients(mesh, body, lambda x: float(x.detach().sum())) for body in BODIES]
+
+
+def test_a_read_whose_value_is_not_used_changes_no_gradient() -> None:
+    mesh = Mesh(x=2)
+    expected = [gradients(mesh, body, lambda x: None) for body in BODIES]
+    for actual in run_ranks(2, gradients_after_reads, mesh):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)

@@ -1,0 +1,102 @@
+"""Bodies that take gradients, in which the host may read a varying value without using it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import fshard as fs
+from fshard import Mesh, P
+
+MASK = torch.tensor([1.0, 3.0])
+
+Read = Callable[[torch.Tensor], Any]
+Body = Callable[[Read, torch.Tensor, torch.Tensor], Any]
+
+
+def invariant_loss(read: Read, w: torch.Tensor, x: torch.Tensor) -> Any:
+    read(x)
+    return torch.autograd.grad((w * w).sum(), w)
+
+
+def closed_over(read: Read, w: torch.Tensor, x: torch.Tensor) -> Any:
+    read(x)
+    return torch.autograd.grad((w * w * MASK).sum(), w)
+
+
+def reduced_loss(read: Read, w: torch.Tensor, x: torch.Tensor) -> Any:
+    read(x)
+    return torch.autograd.grad(fs.psum((w * x).square().sum(), "x") + (w * w).sum(), w)
+
+
+def varying_loss(read: Read, w: torch.Tensor, x: torch.Tensor) -> Any:
+    read(x)
+    return torch.autograd.grad((w * w * x).sum(), w)
+
+
+def explicit_cast(read: Read, w: torch.Tensor, x: torch.Tensor) -> Any:
+    read(x)
+    v = w * 2
+    return torch.autograd.grad((fs.pcast(v, "x", to="varying") * x).sum(), w)
+
+
+def training_loop(read: Read, w: torch.Tensor, x: torch.Tensor) -> Any:
+    for _ in range(3):
+        local = (w * x).square().mean()
+        read(local)
+        (g,) = torch.autograd.grad(fs.pmean(local, "x") + w.square().sum(), w)
+        w = w - 0.1 * g
+    return (w,)
+
+
+def leaf_of_body(read: Read, w: torch.Tensor, x: torch.Tensor) -> Any:
+    read(x)
+    leaf = w.detach().clone().requires_grad_()
+    (fs.psum((leaf * x).sum(), "x") * leaf.sum()).backward()
+    return (leaf.grad,)
+
+
+def cotangent(read: Read, w: torch.Tensor, x: torch.Tensor) -> Any:
+    read(x)
+    y = fs.psum(w * x, "x")
+    return torch.autograd.grad(y, w, torch.ones_like(y))
+
+
+def func_grad(read: Read, w: torch.Tensor, x: torch.Tensor) -> Any:
+    read(x)
+    grad = torch.func.grad(lambda v: fs.psum((v * x).square().sum(), "x") + v.square().sum())
+    return (grad(w),)
+
+
+def second(read: Read, w: torch.Tensor, x: torch.Tensor) -> Any:
+    read(x)
+    loss = fs.psum((w**3 * x).sum(), "x") + (w**3).sum()
+    (g,) = torch.autograd.grad(loss, w, create_graph=True)
+    return torch.autograd.grad((g * g).sum(), w, create_graph=True)
+
+
+def before_and_after(read: Read, w: torch.Tensor, x: torch.Tensor) -> Any:
+    """Cast `w` before the read, and use it again after it."""
+    before = fs.psum((w**3 * x).sum(), "x")
+    read(x)
+    return torch.autograd.grad(before + (w**3).sum(), w, create_graph=True)
+
+
+BODIES: list[Body] = [
+    invariant_loss, closed_over, reduced_loss, varying_loss, explicit_cast, training_loop,
+    leaf_of_body, cotangent, func_grad, second, before_and_after,
+]  # fmt: skip
+
+
+def gradients(mesh: Mesh, body: Body, read: Read) -> list[torch.Tensor]:
+    """Return the body's inner gradient, and the outer gradient through it where there is one."""
+    w = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
+    x = torch.arange(1.0, 2 * mesh.size + 1, dtype=torch.float64)
+    mapped = fs.shard_map(
+        lambda w, x: body(read, w, x)[0], mesh=mesh, in_specs=(P(), P("x")), out_specs=P()
+    )
+    y = mapped(w, x)
+    inner: torch.Tensor = y.detach()
+    return [inner, torch.autograd.grad(y.sum(), w)[0]] if y.requires_grad else [inner]
