@@ -11,6 +11,7 @@ cost no Python call.
 - `thread_state`: per-thread settings that move to another thread.
 - `operators`: `OpOverload`, schemas, decompositions.
 - `fake_tensors`: fake tensors, functional tensors.
+- `module_state`: dictionaries of modules, metas of tensors.
 - `memory`: storages, results that must not alias arguments.
 - `checkpointing`: `torch.utils.checkpoint`'s second forward pass.
 - `dynamo`: functions that `torch.compile` skips or calls without tracing.

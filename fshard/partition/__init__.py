@@ -1,6 +1,8 @@
 """Functions of one device on layouts: `fs.partition`, `fs.apply`, `fs.on_pairs` and `fs.auto`.
 
-- `partition`: the public transform; one traced graph and one assignment per kind of call.
+- `partition`: the public transform; one assignment per kind of call.
+- `function_traces`: one traced graph per kind of arguments and state of Python.
+- `python_state`: the state that a function reads beside its arguments.
 - `apply`: one operation on pairs.
 - `auto`, `label_graph`, `variable_elimination`: the choice of layouts for all arguments.
 - `assign_layouts`, `layout_hints`: from a graph to lines with layouts.

@@ -30,7 +30,7 @@ class CallSignature:
         requires_grad: for every tensor, if its gradient is requested.
         devices: the device of every tensor.
         grad_enabled: the grad mode.
-        ambient: the default dtype, and the training flags of the modules.
+        ambient: the default dtype, and the key of the state of Python.
     """
 
     requires_grad: tuple[bool, ...]

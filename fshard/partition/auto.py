@@ -26,6 +26,7 @@ from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.tree import flatten, paths, unflatten
 from fshard.ops.core.call import name_of
 from fshard.ops.propagate.role_costs import nbytes
+from fshard.partition.function_traces import FunctionTraces
 from fshard.partition.ir import ClosureTensor, Operation, Redistribution
 from fshard.partition.label_graph import ArgumentLeaf, GraphLabels
 from fshard.partition.partition import Partition
@@ -145,8 +146,8 @@ def auto(
         fail("fs.auto", f"example_args of type {type(example_args).__name__}",
              "example_args must be a list of the arguments of a call",
              "fs.auto(fn, mesh, [x])")  # fmt: skip
-    on = as_topology("fs.auto", topology, meshes=(mesh,))
-    search = _Search(fn, mesh, list(example_args), on, memory, dict(fixed or {}))
+    search = _Search(fn, mesh, list(example_args), as_topology("fs.auto", topology), memory,
+                     dict(fixed or {}))  # fmt: skip
     return search.run(time.monotonic() + seconds)
 
 
@@ -198,7 +199,7 @@ class _Search:
                              requires_grad=leaf.requires_grad)
             for x, leaf in zip(flat, self.leaves, strict=True)
         ])  # fmt: skip
-        self.fn, self.traces = fn, dict[Any, Any]()
+        self.fn, self.traces = fn, FunctionTraces(fn, f"fs.auto({name_of(fn)})")
         self.costs: dict[Choice, tuple[float, int, Partition, PartitionedCall]] = {}
 
     def run(self, deadline: float) -> Auto:
@@ -253,7 +254,7 @@ class _Search:
         if choice not in self.costs:
             in_specs = unflatten(self.tree, list(choice))
             part = Partition(self.fn, self.mesh, in_specs, None, None, self.topology,
-                             self.traces, where=f"fs.auto({name_of(self.fn)})")  # fmt: skip
+                             self.traces, where=self.traces.where)  # fmt: skip
             call = part.trace(*self.args)
             self.costs[choice] = (
                 lines_time(call.lines, call.mesh, self.topology, grad=call.grad),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import fx
@@ -25,9 +25,9 @@ from fshard.layout.tree import (
     paths,
     unflatten,
 )
-from fshard.ops.core.cache_keys import concrete_number, freeze
-from fshard.ops.core.call import Meta, name_of
-from fshard.ops.trace.trace import TracedFunction, refuse_autocast, trace
+from fshard.ops.core.cache_keys import freeze
+from fshard.ops.core.call import name_of
+from fshard.ops.trace.trace import refuse_autocast
 from fshard.partition import arguments
 from fshard.partition.arguments import CallSignature
 from fshard.partition.assign_layouts import (
@@ -36,6 +36,7 @@ from fshard.partition.assign_layouts import (
     TensorVersions,
     redistributed,
 )
+from fshard.partition.function_traces import FunctionTraces, cached
 from fshard.partition.ir import Copy, Ref, Write, aliases_of, keep_gradients_of
 from fshard.partition.layout_hints import layout_hints
 from fshard.partition.partitioned_call import NonTensor, PartitionedCall
@@ -49,18 +50,6 @@ OUTSIDE_OF_GRAPHS = (
     "a partitioned function is planned for the sizes of its arguments: it is called outside of "
     "graphs; part.trace(*args).graph(rank) is one that can be compiled"
 )
-V = TypeVar("V")
-
-
-def _cached(cache: dict[Any, V], key: Any, compute: Callable[[], V]) -> V:
-    """Return `cache[key]`, computed once; nothing is cached for a key that cannot be hashed."""
-    try:
-        cached = cache.get(key)
-    except TypeError:
-        return compute()
-    if cached is None:
-        cached = cache[key] = compute()
-    return cached
 
 
 class Partition:
@@ -95,19 +84,17 @@ class Partition:
         out_specs: Any,
         params: Any,
         topology: Topology | None,
-        traces: dict[Any, tuple[TracedFunction, TreeDef]] | None = None,
+        traces: FunctionTraces | None = None,
         *,
         drop_writes: bool = False,
         where: str = "",
-        module: torch.nn.Module | None = None,
     ) -> None:
         self.fn, self.mesh, self.in_specs, self.out_specs = (fn, mesh, in_specs, out_specs)
         self.params, self.drop_writes = params, drop_writes
-        self.module = module
         self.where = where or f"fs.partition({name_of(fn)})"
-        self.topology = as_topology("fs.partition", topology, meshes=(mesh,))
+        self.topology = as_topology("fs.partition", topology)
         self._calls: dict[Any, tuple[PartitionedCall, Sequence[Spec | None]]] = BoundedDict()
-        self._traces = BoundedDict() if traces is None else traces
+        self._traces = traces or FunctionTraces(fn, self.where)
 
     @skip_frames_below(OUTSIDE_OF_GRAPHS)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -184,20 +171,14 @@ class Partition:
                  "layouts follow from the arguments' shapes", fix)  # fmt: skip
         return next(reversed(self._calls.values()))[0]
 
-    def _ambient(self) -> Any:
-        """Return the state that the graph depends on beside the arguments, as far as visible."""
-        if self.module is None:
-            return torch.get_default_dtype(), ()
-        modules = self.module.modules()
-        return torch.get_default_dtype(), tuple([module.training for module in modules])
-
     def _lookup(
         self, args: tuple[Any, ...], *, runs: bool
     ) -> tuple[list[Any], tuple[PartitionedCall, Sequence[Spec | None]]]:
         """Return the leaves of a call's arguments; and its partitioned call and their specs."""
         refuse_autocast(self.where)
         leaves: list[Any] = []
-        key: list[Any] = [torch.is_grad_enabled(), self._ambient()]
+        state = self._traces.state(self._calls)
+        key: list[Any] = [torch.is_grad_enabled(), state]
         # A list: a tuple of two arguments of which the second is a spec would be a pair.
         append_cache_key(list(args), leaves, key)
         for leaf in leaves:
@@ -209,8 +190,8 @@ class Partition:
                 key.append(leaf.local.requires_grad)
         # A meta tensor stands for one with values if nothing runs.
         key.append(runs or META not in key)
-        compute = lambda: self._new_call(args, leaves, runs=runs)  # noqa: E731
-        return leaves, _cached(self._calls, tuple(key), compute)
+        compute = lambda: self._new_call(args, leaves, state, runs=runs)  # noqa: E731
+        return leaves, cached(self._calls, tuple(key), compute)
 
     # -- specs -----------------------------------------------------------------------------
 
@@ -242,17 +223,17 @@ class Partition:
     # -- tracing and layout ------------------------------------------------------------------
 
     def _new_call(
-        self, args: tuple[Any, ...], leaves: Sequence[Any], *, runs: bool
+        self, args: tuple[Any, ...], leaves: Sequence[Any], state: Any, *, runs: bool
     ) -> tuple[PartitionedCall, Sequence[Spec | None]]:
         """Trace and plan a call, and return it with the specs of its leaves."""
         specs = self._specs(args, leaves)
         tree = flatten(list(args))[1]
-        signature = CallSignature.of(leaves, specs, self._ambient(), runs=runs)
+        signature = CallSignature.of(leaves, specs, state, runs=runs)
         inputs = [*zip((s for s in specs if s is not None), signature.requires_grad, strict=True)]
         if not inputs:
             fail(self.where, "no tensors", "at least one argument must be a tensor",
                  "give it pairs or tensors")  # fmt: skip
-        traced, result_tree = self._traced(leaves, tree, specs, signature)
+        traced, result_tree = self._traces.trace(leaves, tree, specs, signature)
         listed = zip(paths(list(args), "args"), specs, strict=True)
         names = tuple(name for name, spec in listed if spec is not None)
         written = () if self.drop_writes else traced.written
@@ -309,43 +290,6 @@ class Partition:
             choices.append((assignment, outputs, specs, bool(sources)))
         return min(choices, key=lambda choice: lines_time(
             choice[0].lines, self.mesh, self.topology, grad=choice[3]))  # fmt: skip
-
-    def _traced(
-        self, leaves: Sequence[Any], tree: TreeDef, specs: Sequence[Spec | None],
-        signature: CallSignature,
-    ) -> tuple[TracedFunction, TreeDef]:  # fmt: skip
-        """Return the function on global tensors as a graph, and the tree of its results.
-
-        It is traced once for arguments that differ in layouts alone. The values that are not
-        tensors are in the key: 1, 1.0 and True trace to different graphs.
-        """
-        metas = [None if spec is None else Meta.of(spec) for spec in specs]
-        others = [freeze(leaf) for leaf, meta in zip(leaves, metas, strict=True) if meta is None]
-        key = tree, tuple(metas), tuple(others), signature
-        return _cached(self._traces, key, lambda: self._trace(leaves, tree, metas, signature))
-
-    def _trace(
-        self, leaves: Sequence[Any], tree: TreeDef, metas: Sequence[Meta | None],
-        signature: CallSignature,
-    ) -> tuple[TracedFunction, TreeDef]:  # fmt: skip
-        result_trees: list[TreeDef] = []
-
-        def flat(*tensors: torch.Tensor) -> list[Any]:
-            remaining = iter(tensors)
-            args = [concrete_number(leaf) if meta is None else next(remaining)
-                    for leaf, meta in zip(leaves, metas, strict=True)]  # fmt: skip
-            results, result_tree = flatten(self.fn(*unflatten(tree, args)))
-            names = paths(unflatten(result_tree, results), "result")
-            raise_if(self.where, [arguments.opaque_leaf(result, name)
-                                  for result, name in zip(results, names, strict=True)
-                                  if arguments.hides_tensors(result)])  # fmt: skip
-            result_trees.append(result_tree)
-            return results
-
-        tensors = [meta for meta in metas if meta is not None]
-        traced = trace(flat, tensors, self.where, requires_grad=signature.requires_grad,
-                       devices=signature.devices)  # fmt: skip
-        return traced, result_trees[-1]
 
     def _requested(self, tree: TreeDef) -> list[Any]:
         """Return the item of `out_specs` for every result, None where there is none."""
@@ -413,9 +357,17 @@ def partition(
 
     The function is traced once for each kind of arguments, on tensors of the global shapes without
     values. An int or float among the arguments is part of the kind (pass one that changes as a
-    0-dim tensor), and anything the function reads beside its arguments is fixed by the trace;
-    `train()` and `eval()` of a module are noticed. Writes in place are supported: arguments that
-    the function writes, such as running statistics, are written in their locals, without gradient.
+    0-dim tensor). Writes in place are supported: arguments that the function writes, such as
+    running statistics, are written in their locals, without gradient.
+
+    Python state that the function's code can name beside its arguments is guarded: closure cells,
+    default arguments, globals, attributes of objects, items of lists and dicts up to 256, and of
+    modules the training flags, attributes, hooks, parameters and buffers. A call after a change
+    traces anew, or reuses the trace of an equal state, as after `train()` and `eval()`. Tensors
+    that the function closes over are replicated and read by each call: values written in place,
+    as by an optimizer or `load_state_dict`, need no new trace. Not guarded are larger containers,
+    arrays of more than 256 elements, names that the code computes (`getattr(x, "a" + b)`), and
+    the state of libraries written in C, of Python, PyTorch and NumPy, such as `random`.
 
     Args:
         fn: the function, or a module, which is then called with its parameters as the first
@@ -463,7 +415,7 @@ def partition(
         fail("fs.partition", f"{type(fn).__name__} and {type(mesh).__name__}",
              "the arguments must be a function and a mesh",
              "fs.partition(fn, mesh=mesh, in_specs=...)")  # fmt: skip
-    run, module = fn, None
+    run = fn
     if isinstance(fn, torch.nn.Module):
         module = fn
 
@@ -478,4 +430,4 @@ def partition(
         run.__name__ = type(module).__name__
         # The signature of the module's forward, with its parameters in the place of `self`.
         run.__signature__ = inspect.signature(type(module).forward)  # type: ignore[attr-defined]
-    return Partition(run, mesh, in_specs, out_specs, params, topology, module=module)
+    return Partition(run, mesh, in_specs, out_specs, params, topology)

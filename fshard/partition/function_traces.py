@@ -1,0 +1,99 @@
+"""`FunctionTraces`: the traces of one function, by kind of arguments and state of Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from fshard._util.cache import BoundedDict
+from fshard._util.errors import raise_if
+from fshard.layout.spec import Spec
+from fshard.layout.tree import TreeDef, flatten, paths, unflatten
+from fshard.ops.core.cache_keys import concrete_number, freeze
+from fshard.ops.core.call import Meta
+from fshard.ops.trace.trace import TracedFunction, trace
+from fshard.partition.arguments import CallSignature, hides_tensors, opaque_leaf
+from fshard.partition.python_state import PythonState, StateKey
+
+MAX_STATES = 16
+"""States whose traces are kept: old traces keep the tensors alive that the function closed over."""
+V = TypeVar("V")
+
+
+def cached(cache: dict[Any, V], key: Any, compute: Callable[[], V]) -> V:
+    """Return `cache[key]`, computed once; nothing is cached for a key that cannot be hashed."""
+    try:
+        result = cache.get(key)
+    except TypeError:
+        return compute()
+    if result is None:
+        result = cache[key] = compute()
+    return result
+
+
+class FunctionTraces:
+    """Traces of a function on global tensors, shared by all layouts of its arguments.
+
+    Args:
+        fn: the function.
+        where: its name in errors.
+    """
+
+    def __init__(self, fn: Callable[..., Any], where: str) -> None:
+        self.fn, self.where = fn, where
+        self.python_state = PythonState(fn)
+        self.states: dict[StateKey, StateKey] = {}
+        self.traces: dict[Any, tuple[TracedFunction, TreeDef]] = BoundedDict()
+
+    def state(self, calls: dict[Any, Any]) -> Any:
+        """Return the key of all that a trace depends on beside its arguments.
+
+        After many states the traces of all are dropped, and the `calls` planned from them.
+        """
+        key = self.python_state.key()
+        known = self.states.get(key)
+        if known is None:
+            if len(self.states) >= MAX_STATES:
+                for cache in (self.states, self.traces, calls):
+                    cache.clear()
+            known = self.states[key] = key
+        return torch.get_default_dtype(), known
+
+    def trace(
+        self, leaves: Sequence[Any], tree: TreeDef, specs: Sequence[Spec | None],
+        signature: CallSignature,
+    ) -> tuple[TracedFunction, TreeDef]:  # fmt: skip
+        """Return the function on global tensors as a graph, and the tree of its results.
+
+        It is traced once for arguments that differ in layouts alone. The values that are not
+        tensors are in the key: 1, 1.0 and True trace to different graphs.
+        """
+        metas = [None if spec is None else Meta.of(spec) for spec in specs]
+        others = [freeze(leaf) for leaf, meta in zip(leaves, metas, strict=True) if meta is None]
+        key = tree, tuple(metas), tuple(others), signature
+        return cached(self.traces, key, lambda: self._trace(leaves, tree, metas, signature))
+
+    def _trace(
+        self, leaves: Sequence[Any], tree: TreeDef, metas: Sequence[Meta | None],
+        signature: CallSignature,
+    ) -> tuple[TracedFunction, TreeDef]:  # fmt: skip
+        result_trees: list[TreeDef] = []
+
+        def flat(*tensors: torch.Tensor) -> list[Any]:
+            remaining = iter(tensors)
+            args = [concrete_number(leaf) if meta is None else next(remaining)
+                    for leaf, meta in zip(leaves, metas, strict=True)]  # fmt: skip
+            results, result_tree = flatten(self.fn(*unflatten(tree, args)))
+            names = paths(unflatten(result_tree, results), "result")
+            raise_if(self.where, [opaque_leaf(result, name)
+                                  for result, name in zip(results, names, strict=True)
+                                  if hides_tensors(result)])  # fmt: skip
+            result_trees.append(result_tree)
+            return results
+
+        tensors = [meta for meta in metas if meta is not None]
+        traced = trace(flat, tensors, self.where, requires_grad=signature.requires_grad,
+                       devices=signature.devices)  # fmt: skip
+        return traced, result_trees[-1]

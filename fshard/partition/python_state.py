@@ -1,0 +1,282 @@
+"""`PythonState`: the state of Python that a function can read beside its arguments.
+
+A trace fixes everything that the function reads, so a changed state must not meet an old trace.
+The state is read where the function's code can name it: starting from the function, a walk follows
+closure cells, defaults, named globals, bound objects and modules, and of every object the
+attributes whose names occur in the code that the walk met. It records each read as a function, an
+argument and the value, which one pass in C compares by identity. After a change the state is walked
+again: equal states have equal keys, and so their traces are cached.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from operator import attrgetter, call, eq, is_, methodcaller
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+
+from fshard._torch.module_state import BASE_CLASSES, meta_getter, state_dictionaries
+from fshard.layout.mesh import Mesh
+from fshard.layout.partition_spec import PartitionSpec
+from fshard.layout.spec import Spec
+from fshard.ops.core.cache_keys import freeze
+
+MAX_ITEMS = 256
+"""Size up to which the items of a list, tuple, dict, set or array are part of the state."""
+VALUES = (
+    bool, int, float, complex, str, bytes, range, torch.dtype, torch.device, Mesh, PartitionSpec,
+    Spec,
+)  # fmt: skip
+"""Types of immutable values, which are compared by value."""
+ALWAYS_NAMED = frozenset(("forward", "__call__", "__wrapped__", "fn", "func"))
+"""Names that calls of modules and of wrapped functions read."""
+_LIBRARIES = sys.stdlib_module_names | {"torch", "fshard", "numpy"}
+
+Read = tuple[Callable[[Any], Any], Any, Any]
+"""Function, its argument, and the value that it returned."""
+
+_contents = attrgetter("cell_contents")
+_defaults, _keyword_defaults = attrgetter("__defaults__"), attrgetter("__kwdefaults__")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StateKey:
+    """Hashable key of a state; `objects` keeps those alive whose ids are in `items`."""
+
+    items: tuple[Any, ...]
+    objects: tuple[Any, ...] = field(repr=False)
+    hash: int
+
+    def __hash__(self) -> int:
+        return self.hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, StateKey) and self.items == other.items)
+
+
+class PythonState:
+    """Guard of the Python state that a function can read.
+
+    >>> scale = 2.0
+    >>> state = PythonState(lambda x: x * scale)
+    >>> before = state.key()
+    >>> state.key() is before
+    True
+    """
+
+    def __init__(self, function: Any) -> None:
+        self.function, self.names = function, ALWAYS_NAMED
+        self.walk: _Walk | None = None
+
+    def key(self) -> StateKey:
+        """Return the key of the current state; equal states have equal keys."""
+        walk = self.walk
+        if walk is None or not walk.is_current():
+            walk = _Walk(self.names)
+            walk.visit_all(self.function)
+            while walk.names != self.names:  # names of code that the walk met last
+                self.names = frozenset(walk.names)
+                walk = _Walk(self.names)
+                walk.visit_all(self.function)
+            self.walk = walk
+        return walk.key
+
+
+class _Walk:
+    """One walk over a state: its reads with their values, and its key.
+
+    Objects are visited in an order that depends on the state alone.
+    """
+
+    def __init__(self, names: frozenset[str]) -> None:
+        self.filter, self.names = names, set(names)
+        self.todo: list[Any] = []
+        self.seen: dict[int, int] = {}
+        self.objects: list[Any] = []
+        self.items: list[Any] = []
+        self.reads: list[Read] = []
+        self.contents: list[Read] = []
+        self.columns: tuple[tuple[Any, ...], ...] = ()
+
+    def is_current(self) -> bool:
+        """Return True if every read still returns the value that it returned in the walk."""
+        readers, arguments, values, getters, objects, contents = self.columns
+        try:
+            return all(map(is_, map(call, readers, arguments), values)) and all(
+                map(eq, map(call, getters, objects), contents)
+            )
+        except Exception:  # noqa: BLE001 - a removed item, an emptied cell
+            return False
+
+    def visit_all(self, root: Any) -> None:
+        """Visit everything that can be reached from `root`."""
+        self.todo.append(root)
+        while self.todo:
+            self.visit(self.todo.pop())
+        columns = [tuple(column) for reads in (self.reads, self.contents)
+                   for column in (zip(*reads, strict=True) if reads else ((),) * 3)]  # fmt: skip
+        self.columns = tuple(columns)
+        items = tuple(self.items)
+        self.key = StateKey(items, tuple(self.objects), hash(items))
+
+    def read(self, reader: Callable[[Any], Any], argument: Any, value: Any) -> None:
+        """Record a read, and visit its value later."""
+        self.reads.append((reader, argument, value))
+        self.todo.append(value)
+
+    def compare(self, getter: Callable[[Any], Any], value: Any) -> None:
+        """Record the contents of an object, which are compared by value."""
+        contents = getter(value)
+        self.items.append(contents)
+        self.contents.append((getter, value, contents))
+
+    def read_size(self, container: Any) -> None:
+        """Record the size of a container, where attributes may be added that are not in the key.
+
+        Small ints can be compared by identity.
+        """
+        if len(container) <= MAX_ITEMS:
+            self.reads.append((len, container, len(container)))
+
+    def visit(self, value: Any) -> None:
+        """Add one value to the key, and what can be read of it to the work."""
+        if value is None or isinstance(value, VALUES):
+            self.items.append(freeze(value))
+            return
+        if id(value) in self.seen:
+            self.items.append(self.seen[id(value)])
+            return
+        self.seen[id(value)] = -1 - len(self.seen)
+        self.objects.append(value)
+        self.items.append(type(value))
+        if isinstance(value, torch.Tensor):
+            self.items.append(id(value))
+            self.compare(meta_getter, value)
+        elif isinstance(value, dict) and type(value).__getitem__ is dict.__getitem__:
+            self.read_items(value, value)
+        elif isinstance(value, list):
+            self.read_items(value, range(len(value)))
+        elif isinstance(value, tuple):
+            self.items.append(len(value))
+            self.todo += value[:MAX_ITEMS]
+        elif isinstance(value, set | frozenset):
+            self.read_size(value)
+            self.items.append(frozenset(value) if len(value) <= MAX_ITEMS else None)
+        elif isinstance(value, FunctionType):
+            self.visit_function(value)
+        elif isinstance(value, MethodType):
+            self.todo += (value.__func__, value.__self__)
+        elif isinstance(value, functools.partial):
+            self.todo += (value.func, value.args, value.keywords)
+        elif isinstance(value, weakref.ref):
+            self.todo.append(value())
+        elif isinstance(value, staticmethod | classmethod):
+            self.todo.append(value.__func__)
+        elif isinstance(value, property):
+            self.todo.append(value.fget)
+        elif isinstance(value, ModuleType):
+            self.items.append(id(value))
+            if not _is_library(value.__name__):
+                self.read_named(vars(value))
+        elif isinstance(value, type):
+            self.items.append(id(value))
+            self.visit_class(value)
+        else:
+            self.visit_object(value)
+
+    def read_items(self, container: Any, keys: Any) -> None:
+        """Read the items of a dict or a sequence, unless there are too many."""
+        self.items.append(len(container))
+        self.read_size(container)
+        if len(container) <= MAX_ITEMS:
+            for key in [*keys]:
+                self.items.append(key if isinstance(key, VALUES) else id(key))
+                self.read(container.__getitem__, key, container[key])
+
+    def read_named(self, attributes: Any) -> None:
+        """Read the items of a namespace that the code names."""
+        for name in [name for name in attributes if name in self.filter]:
+            self.items.append(name)
+            self.read(attributes.get, name, attributes[name])
+
+    def visit_function(self, function: FunctionType) -> None:
+        """Visit the code, defaults, cells and named globals of a function, and its attributes."""
+        self.items.append(id(function.__code__))
+        self.objects.append(function.__code__)
+        self.read(_defaults, function, function.__defaults__)
+        self.read(_keyword_defaults, function, function.__kwdefaults__)
+        for cell in function.__closure__ or ():
+            try:
+                contents = cell.cell_contents
+            except ValueError:  # not assigned yet
+                self.items.append("empty")
+            else:
+                self.read(_contents, cell, contents)
+        self.read_named(vars(function))
+        if not _is_library(function.__module__):
+            names = _names_in(function.__code__)
+            self.names |= names
+            namespace = function.__globals__
+            for name in sorted(names & namespace.keys()):
+                self.read(namespace.get, name, namespace[name])
+
+    def visit_class(self, kind: type) -> None:
+        """Visit the named attributes of a class and its bases; PyTorch's add names."""
+        for base in kind.__mro__:
+            if base in BASE_CLASSES:
+                continue
+            if not _is_library(base.__module__):
+                self.read_size(vars(base))
+                self.read_named(vars(base))
+            elif issubclass(base, torch.nn.Module):
+                for name in self.filter & vars(base).keys():
+                    function = vars(base)[name]
+                    if isinstance(function, FunctionType):
+                        self.names |= _names_in(function.__code__)
+
+    def visit_object(self, value: Any) -> None:
+        """Visit the named attributes of an object, and those of its class."""
+        self.items.append(id(value))
+        attributes = getattr(value, "__dict__", None)
+        if isinstance(attributes, dict):
+            self.read_size(attributes)
+            self.read_named(attributes)
+        if isinstance(value, torch.nn.Module):
+            for dictionary in state_dictionaries(value):
+                self.todo.append(dictionary)
+        for name in _slots(type(value)):
+            if name in self.filter and hasattr(value, name):
+                self.read(attrgetter(name), value, getattr(value, name))
+        if type(value).__module__ == "numpy" and getattr(value, "size", MAX_ITEMS) < MAX_ITEMS:
+            self.compare(methodcaller("tobytes"), value)
+        self.todo.append(type(value))
+
+
+def _is_library(name: str | None) -> bool:
+    """Return True for a module of Python, PyTorch or fshard, whose globals are not followed."""
+    return (name or "").partition(".")[0] in _LIBRARIES
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_in(code: CodeType) -> frozenset[str]:
+    """Return the names of globals and attributes in code, also those in strings (`getattr`)."""
+    names = {*code.co_names}
+    for const in code.co_consts:
+        if isinstance(const, str) and const.isidentifier():
+            names.add(const)
+        elif isinstance(const, CodeType):
+            names |= _names_in(const)
+    return frozenset(names)
+
+
+def _slots(kind: type) -> Iterator[str]:
+    """Yield the slots of a class and its bases."""
+    for base in kind.__mro__:
+        slots = vars(base).get("__slots__", ())
+        yield from (slots,) if isinstance(slots, str) else slots

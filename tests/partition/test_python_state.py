@@ -1,0 +1,229 @@
+"""State of Python that a partitioned function reads: changes are seen, states are cached."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.func import functional_call
+
+import fshard as fs
+from fshard import Mesh
+from fshard.partition.partition import Partition
+
+MESH = Mesh(dp=2)
+scale: Any = 2.0
+table = {"shift": 1.0}
+
+
+@pytest.fixture(autouse=True)
+def _restore_globals() -> Any:
+    yield
+    set_scale(2.0)
+    table["shift"] = 1.0
+
+
+def traces_of(part: Partition) -> int:
+    """Return the number of traces that a partitioned function has made."""
+    return len(part._traces.traces)
+
+
+def check_sees(fn: Callable[..., Any], change: Callable[[], Any], *args: Any) -> Partition:
+    """Assert that a change is seen, and that the change alters the result."""
+    args = args or (torch.arange(1.0, 5.0),)
+    part = fs.partition(fn, mesh=MESH)
+    before = part(*args)
+    torch.testing.assert_close(before, fn(*args))
+    change()
+    after = part(*args)
+    torch.testing.assert_close(after, fn(*args))
+    assert before.dtype != after.dtype or not torch.equal(before, after)
+    return part
+
+
+def test_eval_and_train_of_a_closed_over_module_are_seen_and_cached() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Sequential(torch.nn.Dropout(0.5)))
+
+    def fn(key: torch.Tensor, p: Any, x: torch.Tensor) -> torch.Tensor:
+        with fs.random.keyed(key):
+            y: torch.Tensor = functional_call(module, p, (x,))
+            return y
+
+    key, p = fs.random.key(0), dict(module.named_parameters())
+    x = torch.ones(2, 4)
+    part = check_sees(fn, module.eval, key, p, x)
+    for _ in range(3):
+        for training in (True, False):
+            module.train(training)
+            torch.testing.assert_close(part(key, p, x), fn(key, p, x))
+    assert traces_of(part) == 2
+    [*module.modules()][-1].train()
+    torch.testing.assert_close(part(key, p, x), fn(key, p, x))
+
+
+@dataclass
+class Settings:
+    scale: float = 2.0
+
+
+@dataclass(slots=True)
+class Slotted:
+    scale: float = 2.0
+
+
+class Scaler:
+    """Object with state in a class attribute, an instance attribute and a list."""
+
+    shift = 1.0
+
+    def __init__(self) -> None:
+        self.scales = [2.0]
+        self.module = torch.nn.Linear(4, 4)
+
+    def _scale(self) -> float:
+        return self.scales[0]
+
+    @property
+    def doubled(self) -> float:
+        return 2 * self.scales[0]
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self._scale() + self.shift + self.doubled
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x * getattr(self, "optional", 1.0)
+
+
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4))
+        self.register_buffer("offset", torch.zeros(4))
+        self.factor = 2.0
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x * self.weight * self.factor + self.offset  # type: ignore[operator]
+
+
+def set_scale(value: Any) -> None:
+    globals()["scale"] = value
+
+
+def helper(x: torch.Tensor) -> Any:
+    return x * scale
+
+
+def with_defaults(x: torch.Tensor, factor: float = 2.0, *, shift: float = 1.0) -> torch.Tensor:
+    return x * factor + shift
+
+
+@pytest.mark.parametrize("target", ["scale", "shift"])
+def test_globals_are_seen(target: str) -> None:
+    if target == "scale":
+        check_sees(helper, lambda: set_scale(3.0))
+        check_sees(lambda x: helper(x) + 1, lambda: set_scale(torch.tensor(5.0)))
+        check_sees(helper, lambda: scale.mul_(2))
+    else:
+        check_sees(lambda x: x + table["shift"], lambda: table.update(shift=3.0))
+
+
+def test_cells_defaults_and_partial_arguments_are_seen() -> None:
+    factor, steps = 2.0, [1.0, 2.0]
+
+    def change() -> None:
+        nonlocal factor
+        factor = 3.0
+
+    check_sees(lambda x: x * factor, change)
+    check_sees(lambda x: x * sum(steps), lambda: steps.append(4.0))
+    check_sees(lambda x: x * steps[0], lambda: steps.__setitem__(0, 7.0))
+    check_sees(with_defaults, lambda: setattr(with_defaults, "__defaults__", (5.0,)))
+    check_sees(with_defaults, lambda: setattr(with_defaults, "__kwdefaults__", {"shift": 4.0}))
+    settings = Settings()
+    bound = functools.partial(lambda settings, x: x * settings.scale, settings)
+    check_sees(bound, lambda: setattr(settings, "scale", 4.0))
+    array = np.array([2.0])
+    check_sees(lambda x: x * float(array[0]), lambda: array.__setitem__(0, 9.0))
+
+
+@pytest.mark.parametrize("make", [Settings, Slotted, lambda: SimpleNamespace(scale=2.0)])
+def test_attributes_of_objects_are_seen(make: Callable[[], Any]) -> None:
+    settings = make()
+    check_sees(lambda x: x * settings.scale, lambda: setattr(settings, "scale", 4.0))
+
+
+def test_state_behind_methods_and_properties_is_seen() -> None:
+    scaler = Scaler()
+    check_sees(scaler.run, lambda: scaler.scales.__setitem__(0, 3.0))
+    check_sees(scaler.run, lambda: setattr(scaler, "shift", 5.0))
+    check_sees(scaler, lambda: setattr(scaler, "optional", 5.0))
+    del scaler.shift
+    check_sees(lambda x: scaler.run(x) + 1, lambda: setattr(Scaler, "shift", 7.0))
+    Scaler.shift = 1.0
+
+
+CHANGES: dict[str, Callable[[Layer], Any]] = {
+    "attribute": lambda m: setattr(m, "factor", 3.0),
+    "parameter": lambda m: setattr(m, "weight", torch.nn.Parameter(torch.full((4,), 3.0))),
+    "data": lambda m: setattr(m.weight, "data", torch.full((4,), 3.0)),
+    "state dict": lambda m: m.load_state_dict(
+        {"weight": torch.full((4,), 5.0), "offset": torch.ones(4)}),
+    "assigned state dict": lambda m: m.load_state_dict(
+        {"weight": torch.full((4,), 5.0), "offset": torch.ones(4)}, assign=True),
+    "buffer": lambda m: setattr(m, "offset", torch.ones(4)),
+    "buffer in place": lambda m: m.get_buffer("offset").add_(1),
+    "hook": lambda m: m.register_forward_hook(lambda m, args, y: y * 2),
+    "forward": lambda m: setattr(m, "forward", lambda x: x * 5),
+    "dtype": lambda m: m.double(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes_of_a_closed_over_module_are_seen(name: str) -> None:
+    layer = Layer()
+    part = check_sees(lambda x: layer(x) / 3, lambda: CHANGES[name](layer))
+    assert traces_of(part) == (1 if name in ("data", "state dict", "buffer in place") else 2)
+
+
+def test_an_optimizer_steps_on_closed_over_parameters() -> None:
+    layer, x = Layer(), torch.arange(1.0, 5.0)
+    part = fs.partition(lambda x: layer(x).square().sum(), mesh=MESH)
+    optimizer = torch.optim.Adam(layer.parameters(), lr=0.1)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = part(x)
+        torch.testing.assert_close(loss, layer(x).square().sum())
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] > losses[1] > losses[2]
+    assert traces_of(part) == 1
+    layer.requires_grad_(requires_grad=False)
+    assert not part(x).requires_grad
+
+
+def test_unrelated_state_is_not_traced_anew() -> None:
+    scaler = Scaler()
+    part = fs.partition(scaler.run, mesh=MESH)
+    part(torch.ones(4))
+    scaler.calls = 1  # type: ignore[attr-defined]
+    scaler.module = torch.nn.Linear(2, 2)
+    table["other"] = 2.0
+    part(torch.ones(4))
+    del table["other"]
+    assert traces_of(part) == 1
+
+
+def test_traces_of_old_states_are_dropped() -> None:
+    part = fs.partition(helper, mesh=MESH)
+    for value in range(40):
+        set_scale(torch.tensor(float(value)))
+        assert part(torch.ones(2))[0] == value
+    assert traces_of(part) <= 16
