@@ -9,6 +9,7 @@ one that takes less time is kept.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -99,7 +100,7 @@ class LayoutAssigner:
     ) -> None:  # fmt: skip
         self.assignment, self.mesh, self.topology, self.grad = Assignment(), mesh, topology, grad
         self.device, self.hints, self.shard_replicated = device, hints, shard_replicated
-        self.decomposing: list[Any] = []
+        self.decomposing: list[tuple[Any, int]] = []  # calls, and elements of their operands
 
     def assign(self, graph: fx.GraphModule, inputs: Sequence[tuple[Spec, bool]]) -> list[Any]:
         """Add the lines of a function's graph.
@@ -177,12 +178,15 @@ class LayoutAssigner:
             return self.factory(op, args, kwargs, node)
         if op is torch.ops.fshard.constrain.default:
             return self.constrained(*args)
-        # Within its own decomposition the same call runs by its rule, as on detached operands; a
-        # call with other arguments, as the sum within a mean, may be decomposed again.
-        nested = _call_key(op, args, kwargs) in self.decomposing
+        # Every decomposition ends: within it the same operation is decomposed again if its operands
+        # are smaller, as the maxima of blocks are, and once with other arguments, as the sum that a
+        # mean divides. Otherwise it runs by its rule.
+        key, elements = _call_key(op, args, kwargs), _elements(operands)
+        outer = [call for call, size in self.decomposing if call[0] is op and size <= elements]
+        nested = len(outer) > 1 or key in outer
         decomposition = None if nested else decomposition_of(op)
         if row_of(op) is None:
-            if decomposition is None and torch_decomposition(op) is None:
+            if nested or (decomposition is None and torch_decomposition(op) is None):
                 self.refuse(op, args, kwargs)
             return self.decomposed(op, decomposition, args, kwargs)
         strategy = self.best_strategy(op, args, kwargs, operands, self.hint(node, operands))
@@ -293,9 +297,9 @@ class LayoutAssigner:
         graph = decompose(op, decomposition, metas, named, self.device)
         if graph is None:
             self.refuse(op, args, kwargs)
-        grad = self.grad
-        self.decomposing.append(_call_key(op, args, kwargs))
-        results = self.run(graph, instances_in((*args, *kwargs.values()), TensorVersions))
+        grad, operands = self.grad, instances_in((*args, *kwargs.values()), TensorVersions)
+        self.decomposing.append((_call_key(op, args, kwargs), _elements(operands)))
+        results = self.run(graph, operands)
         self.decomposing.pop()
         if self.grad != grad:
             self.set_grad_mode(grad)
@@ -380,3 +384,8 @@ def _call_key(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return a call without its tensors, as a key."""
     placed, named = map_call(args, kwargs, TensorVersions, lambda _: None)
     return op, freeze(placed), freeze(named)
+
+
+def _elements(operands: Sequence[TensorVersions]) -> int:
+    """Return the number of elements of all operands."""
+    return sum(math.prod(tensor.spec.shape) for tensor in operands)

@@ -14,13 +14,17 @@ def represents(wide: torch.dtype, narrow: torch.dtype) -> bool:
     >>> represents(torch.float32, torch.bfloat16), represents(torch.float32, torch.int32)
     (True, False)
     """
-    if _is_small(wide) or _is_small(narrow):  # PyTorch promotes none of these
-        return wide == narrow or (_is_small(narrow) and not _is_small(wide) and _inexact(wide))
-    if torch.promote_types(wide, narrow) != wide:
+    if wide == narrow or narrow == torch.bool:
+        return wide == narrow or not _is_small(wide)
+    if wide == torch.bool or _is_small(wide):
         return False
-    if not _inexact(wide) or narrow == torch.bool or narrow.is_floating_point or narrow.is_complex:
-        return True
-    return torch.iinfo(narrow).max <= 2 / torch.finfo(wide).eps
+    if _inexact(narrow):
+        # PyTorch promotes neither floats of 8 bits nor uint16, uint32 and uint64.
+        return _inexact(wide) and (_is_small(narrow) or torch.promote_types(wide, narrow) == wide)
+    integers = torch.iinfo(narrow)
+    if _inexact(wide):
+        return integers.max <= 2 / torch.finfo(wide).eps
+    return torch.iinfo(wide).min <= integers.min and integers.max <= torch.iinfo(wide).max
 
 
 def _inexact(dtype: torch.dtype) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+import fshard as fs
 from fshard.ops.core.builders import kind_modes, linear_modes
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import rule
@@ -86,6 +87,25 @@ def test_all_samples() -> None:
     assert not wrong, "\n".join(wrong)
     unsupported = sorted(name for name, (_, raises) in matches.items() if raises)
     assert len(unsupported) <= UNSUPPORTED, "\n".join(unsupported)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_sharded_dim_ends(part: int) -> None:
+    """No operation decomposes without end, whichever dim of whichever tensor is sharded."""
+    torch.set_num_threads(1)
+    mesh = fs.Mesh(x=3)
+    for case in (case for op in op_db[part::PARTS] for case in cases(op, 3) if not case.reason):
+        for index, tensor in enumerate(case.tensors):
+            for dim in range(tensor.ndim):
+                partition = fs.P(*[None] * dim, "x")
+                specs = [
+                    fs.Spec(mesh, partition if i == index else fs.P(), shape=x.shape,
+                            dtype=x.dtype, uneven="chunk")
+                    for i, x in enumerate(case.tensors)
+                ]  # fmt: skip
+                assert try_layout(case, specs).word != "wrong"
 
 
 # -- the comparison itself ----------------------------------------------------------------

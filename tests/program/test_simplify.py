@@ -267,7 +267,10 @@ def test_invalid_options_of_simplify_are_refused(
         (torch.int32, torch.uint8, True), (torch.int8, torch.uint8, False),
         (torch.int8, torch.bool, True), (torch.bool, torch.int8, False),
         (torch.complex64, F32, True), (F32, torch.complex64, False), (F32, F32, True),
-        (torch.complex64, torch.int32, False),
+        (torch.complex64, torch.int32, False), (torch.uint32, torch.uint16, True),
+        (torch.uint64, torch.int8, False), (torch.int64, torch.uint32, True),
+        (torch.int64, torch.uint64, False), (F32, torch.uint16, True), (F32, torch.uint32, False),
+        (torch.uint16, F32, False), (torch.uint16, torch.bool, True),
     ],
 )  # fmt: skip
 def test_dtypes_that_represent_another(wide: torch.dtype, narrow: torch.dtype, yes: bool) -> None:
@@ -276,8 +279,8 @@ def test_dtypes_that_represent_another(wide: torch.dtype, narrow: torch.dtype, y
 
 def test_represents_means_lossless_casts() -> None:
     """A dtype that represents another returns its extremes and their neighbours unchanged."""
-    dtypes = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, BF16, torch.float16,
-              F32, torch.float64)  # fmt: skip
+    dtypes = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.uint16,
+              torch.uint32, torch.uint64, BF16, torch.float16, F32, torch.float64)  # fmt: skip
     for wide, narrow in itertools.product(dtypes, repeat=2):
         if narrow.is_floating_point:
             info = torch.finfo(narrow)

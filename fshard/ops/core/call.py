@@ -137,12 +137,16 @@ def name_of(op: Any) -> str:
 
 
 def argument(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
-    """Return the argument `name` of a call, or its default if the call omits it."""
+    """Return the argument `name` of a call, or its default if the call omits it.
+
+    A number in the place of a list of fixed length is that number for every item.
+    """
     for position, parameter in enumerate(schema_arguments(op)):
         if parameter.name == name:
-            if name in kwargs:
-                return kwargs[name]
-            return args[position] if position < len(args) else parameter.default_value
+            value = args[position] if position < len(args) else parameter.default_value
+            value = kwargs.get(name, value)
+            is_number = type(value) in (int, float)
+            return [value] * parameter.N if is_number and parameter.N is not None else value
     raise KeyError(name)
 
 

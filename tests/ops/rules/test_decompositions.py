@@ -148,6 +148,37 @@ def test_decompositions_over_sharded_dims_send_reductions_only(name: str) -> Non
         torch.testing.assert_close(actual, leaves, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(("size", "k"), [(7, 1), (8, 0), (13, 3), (101, 2), (4096, 3)])
+def test_topk_over_a_sharded_dim_ends(size: int, k: int) -> None:
+    """A dim of prime size is a single block."""
+    x = normal(2, size)
+    pair = fs.shard(x, fs.Spec(Mesh(x=3), COLUMNS, shape=(2, size), dtype=x.dtype, uneven="chunk"))
+    values, indices = fs.apply(torch.topk, pair, k, mode="auto")
+    expected = torch.topk(x, k)
+    assert torch.equal(fs.unshard(values), expected.values)
+    assert torch.equal(fs.unshard(indices), expected.indices)
+
+
+LIBRARY = torch.library.Library("fshard_endless", "DEF")
+for _name in ("first", "second"):
+    LIBRARY.define(f"{_name}(Tensor x, int n) -> Tensor")
+    LIBRARY.impl(_name, lambda x, n: x.cumsum(-1) + n, "CompositeExplicitAutograd")
+
+
+@pytest.mark.timeout(20)
+def test_decompositions_that_never_end_run_by_their_rule() -> None:
+    """Two operations decompose into each other with other arguments, on tensors of one size."""
+    ops = torch.ops.fshard_endless
+    for op, other in ((ops.first, ops.second), (ops.second, ops.first)):
+        fs.register_rule(op)(fs.rule("is->is", unsharded="s"))
+        fs.register_decomposition(op)(lambda x, n, other=other: other(x, n + 1) - 1)
+    x = normal(2, 6)
+    pair = fs.shard(x, fs.Spec(Mesh(x=3), COLUMNS, shape=(2, 6), dtype=x.dtype))
+    result = fs.apply(ops.first, pair, 0, mode="auto")
+    torch.testing.assert_close(fs.unshard(result), x.cumsum(-1))
+
+
 def test_positions_are_global() -> None:
     mesh = Mesh(x=2)
     x = torch.zeros(2, 5)

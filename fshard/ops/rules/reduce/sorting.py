@@ -58,7 +58,7 @@ def _topk_of_blocks(
     block_dim = wrap_dim(dim, x.ndim)
     size = x.shape[block_dim] if x.ndim else 1
     blocks = math.gcd(size, MAX_BLOCKS)
-    if not x.ndim or 2 * blocks * k > size:
+    if not x.ndim or blocks < 2 or 2 * blocks * k > size:
         values, indices = torch.topk(x, k, dim, largest, sorted)
         return values, indices
     blocks_of_x = x.unflatten(block_dim, (blocks, size // blocks))

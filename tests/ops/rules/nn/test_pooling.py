@@ -23,6 +23,9 @@ def of_dims(n: int) -> tuple[int, ...]:
 FORWARD: dict[str, Sample] = {
     **{f"avg_pool{n}d": lambda n=n: (getattr(aten, f"avg_pool{n}d"), rand(*of_dims(n)), [2] * n)
        for n in (1, 2, 3)},
+    **{f"{kind}_pool{n}d of an int": lambda n=n, kind=kind: (
+        getattr(aten, f"{kind}_pool{n}d"), rand(*of_dims(n)), 2, 2, 1)
+       for n in (1, 2, 3) for kind in ("avg", "max")},
     **{f"max_pool{n}d": lambda n=n: (getattr(aten, f"max_pool{n}d"), rand(*of_dims(n)), [2] * n)
        for n in (1, 2, 3)},
     **{f"max_pool{n}d_with_indices": lambda n=n: (
