@@ -10,6 +10,7 @@ import torch
 
 import fshard as fs
 from fshard.run.transports.reduce_dtypes import REDUCE, reduced
+from fshard.run.transports.simulator import results_of
 
 MESH = fs.Mesh(x=3)
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn]
@@ -44,6 +45,33 @@ def test_extremes_of_nan_are_nan() -> None:
     xs = [torch.tensor([1.0, torch.nan]), torch.tensor([torch.nan, 2.0]), torch.zeros(2)]
     assert reduced(xs, "max").isnan().all()
     assert reduced(xs, "min").isnan().all()
+
+
+@pytest.mark.parametrize("kind", ["even", "permutation", "uneven", "empty"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float8_e4m3fn, torch.bool], ids=str)
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_all_to_all_equals_the_concatenation_of_pieces(
+    kind: str, dtype: torch.dtype, n: int
+) -> None:
+    sizes = {
+        "even": [(3,) * n] * n,
+        "permutation": [tuple(4 * int(j == (i + 1) % n) for j in range(n)) for i in range(n)],
+        "uneven": [tuple((i + 2 * j) % 3 for j in range(n)) for i in range(n)],
+        "empty": [(0,) * n] * n,
+    }[kind]
+    xs = [(torch.arange(sum(send)) + 10 * i).to(dtype) for i, send in enumerate(sizes)]
+    splits = list(zip(sizes, zip(*sizes, strict=True), strict=True))
+    results = results_of("all_to_all", None, tuple(range(n)), xs, splits)
+    pieces = [x.to(torch.float32).split(send) for x, send in zip(xs, sizes, strict=True)]
+    for rank, result in results.items():
+        assert result.dtype == dtype
+        want = torch.cat([piece[rank] for piece in pieces])
+        assert torch.equal(result.to(torch.float32), want)
+    versions = [result._version for result in results.values()]
+    for result in results.values():
+        result.view(torch.uint8).fill_(0)
+    writes = [result._version - old for result, old in zip(results.values(), versions, strict=True)]
+    assert set(writes) == {1}, "results share a version counter"
 
 
 def gathered(x: torch.Tensor) -> torch.Tensor:

@@ -165,8 +165,8 @@ def unsent(
     group: Group, splits: Sequence[tuple[Sequence[int], Sequence[int]]]
 ) -> ShardingError | None:
     """Return the error of an all-to-all in which a rank expects other sizes than are sent to it."""
-    for i, (_, receive) in enumerate(splits):
-        sent = tuple(send[i] for send, _ in splits)
+    columns = zip(*(send for send, _ in splits), strict=True)
+    for i, (sent, (_, receive)) in enumerate(zip(columns, splits, strict=True)):
         if sent != tuple(receive):
             return _error(
                 "all_to_all",

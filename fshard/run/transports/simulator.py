@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextvars
 import ctypes
+import itertools
 import os
 import sys
 import threading
@@ -366,8 +367,29 @@ def results_of(
             error = unsent(group, splits)
             if error is not None:
                 raise error
-            pieces = [x.split(send) for x, (send, _) in zip(inputs, splits, strict=True)]
-            return {rank: torch.cat([piece[i] for piece in pieces]) for i, rank in enumerate(group)}
+            sends = [send for send, _ in splits]
+            return dict(zip(group, _sent_pieces(inputs, sends), strict=True))
+
+
+def _sent_pieces(
+    inputs: Sequence[torch.Tensor], sends: Sequence[tuple[int, ...]]
+) -> list[torch.Tensor]:
+    """Return for each rank the concatenation of the pieces that are sent to it.
+
+    Equal pieces are one transposition; of others, those without elements are left out.
+    """
+    n, first = len(inputs), sends[0]
+    if n > 1 and first.count(first[0]) == n and all(send == first for send in sends):
+        pieces = torch.stack(list(inputs)).unflatten(1, (n, first[0])).transpose(0, 1)
+        copies: Any = torch.unbind_copy(pieces)  # type: ignore[func-returns-value]
+        return [rows.flatten(0, 1) for rows in copies]
+    received: list[list[torch.Tensor]] = [[x[:0]] for x in inputs]
+    for x, send in zip(inputs, sends, strict=True):
+        starts = itertools.accumulate(send, initial=0)
+        for parts, start, size in zip(received, starts, send, strict=False):
+            if size:
+                parts.append(x.narrow(0, start, size))
+    return [torch.cat(parts) for parts in received]
 
 
 def own_result(results: dict[int, torch.Tensor], rank: int, op: str) -> torch.Tensor:

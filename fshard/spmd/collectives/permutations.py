@@ -50,10 +50,14 @@ class PermuteOp:
         """Start the operation on locals of this rank."""
         group = self.mesh.group(transport.rank, self.axes)
         index = group.index(transport.rank)
-        target, source = dict(self.perm).get(index), dict(self.T.perm).get(index)
+        target = next((dst for src, dst in self.perm if src == index), None)
+        source = next((src for src, dst in self.perm if dst == index), None)
         flat = concat_flat([x.reshape(-1) for x in xs])
-        send = [flat.numel() if i == target else 0 for i in range(len(group))]
-        receive = [flat.numel() if i == source else 0 for i in range(len(group))]
+        send, receive = [0] * len(group), [0] * len(group)
+        if target is not None:
+            send[target] = flat.numel()
+        if source is not None:
+            receive[source] = flat.numel()
         nbytes = 0 if target in (None, index) else flat.nbytes
         notify("ppermute", self.axes, nbytes, transport.rank)
         payload = flat if target is not None else flat[:0]
