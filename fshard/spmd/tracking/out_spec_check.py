@@ -133,6 +133,10 @@ def _type_problem(
         }
         if have == want:
             rule += " by another reduction"
+        if (have, want) == ("varying", "reduced") and (
+            fix := _replication_fix(tracker, axes, want)
+        ):
+            fixes[have, want] = f"{fix}; of partial sums {total}"
         return Problem(given, rule, fixes.get((have, want), f"the {spec} with its own reduction"))
     rule = f"along {names}, which the {spec} omits, values must be equal; this is {have}"
     if tracker.read_sites and have == "varying":
@@ -144,7 +148,21 @@ def _type_problem(
         "unreduced": f"fs.psum({it}, {along}), or unreduced={braces} in the {spec}",
         "reduced": f"reduced={braces} in the {spec}",
     }
+    if have == "varying" and (fix := _replication_fix(tracker, axes, want)):
+        fixes_to_one[have] = f"{fix}; of partial sums fs.psum({it}, {along}); of shards {part}"
     return Problem(given, rule, fixes_to_one[have])
+
+
+def _replication_fix(tracker: Tracker, axes: Sequence[str], want: str) -> str:
+    """Return the fix for a varying value computed from one that a collective made equal, or ""."""
+    along, names = format_axes(axes), {tracker.replicated_by.get(axis) for axis in axes}
+    fixes = {
+        "fs.all_gather": f"to={want!r} in fs.all_gather",
+        "fs.pbroadcast": f"fs.psum(torch.where(fs.axis_index({along}) == source, x, 0), {along}) "
+        "in place of fs.pbroadcast",
+    }
+    found = [fix for name, fix in fixes.items() if names == {name}]
+    return f"{found[0]}, if nothing else in it varies" if found else ""
 
 
 # -- values ------------------------------------------------------------------------------

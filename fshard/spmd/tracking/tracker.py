@@ -31,6 +31,7 @@ from fshard.spmd.tracking.control_casts import AgreedAxes, EnterControl, LeaveCo
 from fshard.spmd.types import (
     CONTROL_DEPENDENT,
     INVARIANT,
+    VARYING,
     JoinedStates,
     LocalType,
     States,
@@ -43,6 +44,8 @@ from fshard.spmd.types import (
     newly_cast_axes,
     state_word,
 )
+
+REPLICATING = ("fs.all_gather", "fs.pbroadcast")
 
 Launch = Callable[[CollectivePlan, Any, bool], Callable[[], Any]]
 
@@ -70,6 +73,8 @@ class Tracker:
         self.read_states: States = INVARIANT
         self.read_sites: list[str] = []
         self.agreed = AgreedAxes()
+        # Collectives so far whose varying results are equal on every rank, by axis.
+        self.replicated_by: dict[str, str] = {}
         self.table: dict[int, TypeRecord] = {}
         # Storages are looked up when a tensor is written: most tensors are freed before.
         self._unindexed: dict[int, TypeRecord] = {}
@@ -242,6 +247,8 @@ class Tracker:
         """Launch a collective on the leaves of a tree, cast as its signature requires."""
         leaves, treedef = flatten(tree)
         rows = [(leaf, self._join(plan, leaf)) for leaf in leaves]
+        if plan.name in REPLICATING and plan.signature.result == VARYING:
+            self.replicated_by |= dict.fromkeys(plan.signature.axes, plan.name)
         unchanged = [
             joined is not None and self._is_only_typed(plan, leaf) for leaf, joined in rows
         ]

@@ -30,6 +30,16 @@ def unproven(path: str, kind: str, spec: str, along: str, part: str = "") -> str
     )  # fmt: skip
 
 
+def gathered(fix: str) -> str:
+    """Return the error of a result that varies by type and is equal on every rank."""
+    return message(
+        "shard_map(body)", "result: f32[6,6]{varying: x} with the out spec P()",
+        "along x, which the out spec omits, values must be equal; this is varying",
+        f"{fix}, if nothing else in it varies; of partial sums fs.psum(result, 'x'); of shards "
+        "P('x')",
+    )  # fmt: skip
+
+
 UNPROVEN: dict[str, tuple[Any, Any, Callable[[torch.Tensor], Any], str]] = {
     "a sharded argument": (
         P("x", "y"), P("x"), lambda v: 2 * v,
@@ -41,7 +51,12 @@ UNPROVEN: dict[str, tuple[Any, Any, Callable[[torch.Tensor], Any], str]] = {
     ),
     "a gather that may differ": (
         P("x"), P(), lambda v: fs.all_gather(v, "x", tiled=True),
-        unproven("result", "f32[6,6]{varying: x}", "P()", "'x'"),
+        gathered("to='invariant' in fs.all_gather"),
+    ),
+    "a broadcast that may differ": (
+        P("x"), P(), lambda v: fs.pbroadcast(v, "x", 1).tile(2, 1),
+        gathered("fs.psum(torch.where(fs.axis_index('x') == source, x, 0), 'x') in place of "
+                 "fs.pbroadcast"),
     ),
     "a cast": (
         P(), P(), lambda v: fs.pcast(v, "y", to="varying"),
