@@ -30,6 +30,7 @@ from fshard.ops.propagate.propagate import (
     local_strategy_for,
     parameters_of,
     strategy_for,
+    take_options,
 )
 from fshard.ops.strategy.local_call import rank_on_mesh, run_local
 from fshard.ops.strategy.strategy import Strategy
@@ -102,7 +103,7 @@ def apply(op: Any, /, *args: Any, **kwargs: Any) -> Any:
         **kwargs: its keyword arguments. `mode=` and `topology=` are the options of `fs.on_pairs`
             unless the operation has a parameter of that name: `mode="reflect"` of
             `torch.nn.functional.pad` belongs to the operation, and `fs.on_pairs(F.pad,
-            mode="auto")` takes the option.
+            mode="auto")` takes the option. For an operation with `**kwargs` it must, too.
 
     Returns:
         The results of the operation, with `fs.Sharded` in the place of tensors.
@@ -119,10 +120,7 @@ def apply(op: Any, /, *args: Any, **kwargs: Any) -> Any:
     >>> y.spec, fs.unshard(y)[:, 0]
     (f32[4@dp,3]{unreduced: tp}, tensor([ 1.,  5.,  9., 13.]))
     """
-    options: dict[str, Any] = {
-        name: kwargs.pop(name)
-        for name in ("mode", "topology") if name in kwargs and name not in parameters_of(op)
-    }  # fmt: skip
+    options = take_options("fs.apply", op, kwargs, ("mode", "topology"))
     if kwargs.get("mode") in MODES and str(getattr(op, "__module__", "")).startswith("torch"):
         fail(f"fs.apply({name_of(op)})", f"mode={kwargs['mode']!r}",
              f"mode is a parameter of {name_of(op)} itself; the option must go to fs.on_pairs",

@@ -290,15 +290,11 @@ def test_int_does_not_match_a_flag_or_dtype(op: Callable[..., Any], args: tuple[
         torch.testing.assert_close(fs.unshard(pair), item)
 
 
-def test_int_in_the_place_of_a_flag_is_refused() -> None:
+def test_int_in_the_place_of_a_flag_is_a_dim() -> None:
+    """TorchScript would read 0 as `unbiased`; Python reads it as a dim."""
     spec = Spec(MESH, P("x"), shape=(4, 6))
-    assert error_of(lambda: propagate(torch.var, spec, 0)) == (
-        "fs.propagate(aten.var)\n"
-        "  given: 0 for 'unbiased' of aten.var.default\n"
-        "  rule:  this int would match a bool or dtype parameter; an int must name a dim here\n"
-        "  fix:   a list of one in its place, or a keyword: dim=0"
-    )
-    assert str(propagate(torch.var, spec, dim=0).out_specs[0]) == "f32[6]"
+    for strategy in (propagate(torch.var, spec, 0), propagate(torch.var, spec, dim=0)):
+        assert str(strategy.out_specs[0]) == "f32[6]"
 
 
 def test_rank_outside_of_the_mesh_is_refused() -> None:
@@ -368,6 +364,17 @@ def test_any_keyword_of_a_function_belongs_to_it() -> None:
     for kwargs in ({}, {"mode": "explicit"}, {"mode": "explicit", "topology": 2.0}):
         result = fs.apply(scaled, pair, **kwargs)
         torch.testing.assert_close(fs.unshard(result), scaled(draw(4), **kwargs))  # type: ignore[arg-type]
+
+
+def test_option_of_a_function_of_any_keyword_is_refused() -> None:
+    def scaled(x: torch.Tensor, **options: Any) -> torch.Tensor:
+        return x * options.get("topology", 1.0)
+
+    pair = pair_of(draw(4), "x", mesh=Mesh(x=2))
+    text = error_of(lambda: fs.apply(scaled, pair, topology=2.0))
+    assert "rule:  scaled takes any keyword" in text
+    result = fs.apply(functools.partial(scaled, topology=2.0), pair)
+    torch.testing.assert_close(fs.unshard(result), 2 * draw(4))
 
 
 def test_option_that_is_a_parameter_of_the_operation_points_to_on_pairs() -> None:

@@ -19,7 +19,8 @@ from fshard._util.errors import did_you_mean, fail
 from fshard.ops.core.call import OpCall
 from fshard.ops.core.rule import Rule, rule
 
-Generator = Callable[[OpCall], Rule | list[Any] | None]
+Generator = Callable[[OpCall], Any]
+"""Function of a call that returns its rule, text, a list of shardings, or None."""
 G = TypeVar("G", bound=Callable[..., Any])
 
 
@@ -69,12 +70,13 @@ def register_rule(*ops: Any) -> Callable[[Any], Any]:
 
     Returns:
         A function that registers its argument and returns it: a rule's text, an `fs.Rule`, or a
-        generator `(OpCall) -> Rule | list | None`. A list has acceptable shardings, one pair of
-        the results' and the operands' states for each, as DTensor's `register_sharding` takes
+        generator `(OpCall) -> str | Rule | list | None`. A list has acceptable shardings, one pair
+        of the results' and the operands' states for each, as DTensor's `register_sharding` takes
         them; None means that the generator has no rule for these arguments.
 
     Raises:
-        ShardingError: If a name is not an operation of PyTorch, or a rule's text is invalid.
+        ShardingError: If a name is not an operation of PyTorch, or a rule's text is invalid; from
+            a call, if the generator raises, or returns something else.
 
     After Shardy's `sdy.op_sharding_rule` and PyTorch's `register_sharding`.
 

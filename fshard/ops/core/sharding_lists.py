@@ -12,7 +12,7 @@ from typing import Any
 
 from fshard._util.errors import Problem, raise_if
 from fshard.layout.partition_spec import REDUCTIONS
-from fshard.ops.core.call import OpCall, name_of
+from fshard.ops.core.call import Meta, OpCall, instances_in, name_of
 from fshard.ops.core.rule import Dims, Mode, Rule
 
 Line = tuple[Sequence[Any], Sequence[Any]]
@@ -22,8 +22,9 @@ def rule_from_shardings(call: OpCall, lines: Sequence[Line]) -> Rule:
     """Return the rule of a call that accepts these lines: pairs of results' and operands' states.
 
     A state is the sharded dim, None if replicated, or a reduction; a DTensor placement is
-    converted. All-replicated is always acceptable. Raises `ShardingError` for a line that shards a
-    dim of another line, or that both shards and takes unreduced operands.
+    converted. A line may also have None for every argument that is not a tensor, as those of
+    DTensor have. All-replicated is always acceptable. Raises `ShardingError` for a line that shards
+    a dim of another line, or that both shards and takes unreduced operands.
 
     >>> import torch
     >>> from fshard.ops.propagate.propagate import call_of
@@ -39,7 +40,7 @@ def rule_from_shardings(call: OpCall, lines: Sequence[Line]) -> Rule:
     modes: list[Mode] = []
     problems: list[Problem] = []
     for number, (results, operands) in enumerate(lines):
-        states = [_state(state) for state in (*operands, *results)]
+        states = [_state(state) for state in (*_of_tensors(call, operands), *results)]
         problem = _problem(call, number, states, factors)
         if problem is not None:
             problems.append(problem)
@@ -65,6 +66,14 @@ def rule_from_shardings(call: OpCall, lines: Sequence[Line]) -> Rule:
         tuple(sorted(kinds.items())),
         modes=tuple(modes),
     )
+
+
+def _of_tensors(call: OpCall, states: Sequence[Any]) -> Sequence[Any]:
+    """Return the states of a line's operands without those of arguments that are no tensors."""
+    arguments = (*call.args, *call.kwargs.values())
+    if len(states) == len(call.operands) or len(states) != len(arguments):
+        return states
+    return [state for state, arg in zip(states, arguments, strict=True) if instances_in(arg, Meta)]
 
 
 def _state(placement: Any) -> int | str | None:

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import fx
 
 from fshard._torch.dynamo import skip_frames_below
 from fshard._torch.modes import DisableTorchFunction, without_dispatch_modes
@@ -19,20 +20,30 @@ from fshard._torch.operators import (
     torch_decomposition,
 )
 from fshard._util.cache import CACHE_SIZE
-from fshard._util.errors import ShardingError, fail
+from fshard._util.errors import ShardingError, fail, raise_if
+from fshard._util.text import plural
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
 from fshard.ops.core.cache_keys import freeze, unfreeze_call
-from fshard.ops.core.call import Meta, OpCall, instances_in, map_call, name_of
-from fshard.ops.core.registry import functional_of, read_arguments, registry_version, row_of
+from fshard.ops.core.call import Meta, OpCall, fill_call, instances_in, map_call, name_of
+from fshard.ops.core.registry import (
+    Row,
+    functional_of,
+    read_arguments,
+    registry_version,
+    row_of,
+)
 from fshard.ops.core.rule import Rule
+from fshard.ops.core.rule import rule as parse_rule
 from fshard.ops.core.sharding_lists import rule_from_shardings
 from fshard.ops.meta.result_metas import result_metas
 from fshard.ops.propagate.foreach import foreach_strategy, is_foreach
 from fshard.ops.propagate.select import select_strategy
 from fshard.ops.strategy.strategy import Strategy
+from fshard.ops.trace.trace import trace
 from fshard.program.cost.topology import Topology
 from fshard.program.program_arguments import as_topology
+from fshard.run.transports.divergence_report import raise_line
 
 T = TypeVar("T")
 
@@ -56,9 +67,7 @@ def _cached_by_arguments(function: Callable[..., T]) -> Callable[..., T]:
 
 
 @skip_frames_below("fs.propagate plans with the sizes of its specs: it is called outside of graphs")
-def propagate(
-    op: Any, *args: Any, topology: Topology | None = None, grad: bool = False, **kwargs: Any
-) -> Strategy:
+def propagate(op: Any, /, *args: Any, **kwargs: Any) -> Strategy:
     """Choose the layouts in which an operation runs fastest on operands of given layouts.
 
     Nothing runs, and no program is planned before it is requested of the strategy. The fastest
@@ -71,20 +80,20 @@ def propagate(
     `torch.compile` ends its graph before this function.
 
     Args:
-        op: a `torch` function that is one operation, a `torch.ops` overload or packet, or a
-            function that `fs.register_rule` gave a rule.
+        op: a `torch.ops` overload or packet, a function that `fs.register_rule` gave a rule, or
+            any function of tensors that calls one operation.
         *args: the arguments of the call, with a `Spec` in the place of every tensor.
-        topology: the topology that collectives are costed on; None is one node.
-        grad: choose only among strategies whose gradients are right.
-        **kwargs: the keyword arguments of the call. `fs.on_pairs` runs operations that have a
-            `topology` or `grad` argument of their own.
+        **kwargs: the keyword arguments of the call, and two options, unless the operation has a
+            parameter of that name: `topology=`, on which collectives are costed (None is one
+            node), and `grad=True`, to choose only among strategies whose gradients are right.
 
     Returns:
-        The fastest `Strategy`; its `alternatives` are the next ones.
+        The fastest `Strategy`, with operands in the order of the operation that `op` calls; its
+        `alternatives` are the next ones.
 
     Raises:
-        ShardingError: if the operation has no rule, if the specs are on several meshes, or if the
-            operation refuses the arguments.
+        ShardingError: if the operation has no rule, if the specs are on several meshes, if the
+            operation refuses the arguments, or if `op` calls several operations.
 
     After GSPMD (arXiv 2105.04663) and the factors of Shardy.
 
@@ -95,8 +104,44 @@ def propagate(
     >>> w = fs.Spec(mesh, fs.P("tp"), shape=(16, 4))
     >>> fs.propagate(torch.matmul, x, w).out_specs
     (f32[8@dp,4]{unreduced: tp},)
+    >>> fs.propagate(torch.nn.functional.relu, x).out_specs
+    (f32[8@dp,16@tp],)
     """
+    options = take_options("fs.propagate", op, kwargs, ("topology", "grad"))
+    topology, grad = options.get("topology"), bool(options.get("grad", False))
+    if is_composite(op, args, kwargs):
+        op, args, kwargs = _only_operation(op, args, kwargs)
     return strategy_for(op, args, kwargs, topology, grad)
+
+
+def _only_operation(
+    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Return the call of the one operation that a function of PyTorch's functions makes.
+
+    Raises:
+        ShardingError: for a function of several operations, or of none.
+    """
+    where, specs = f"fs.propagate({name_of(op)})", instances_in((*args, *kwargs.values()), Spec)
+
+    def flat(*tensors: torch.Tensor) -> list[Any]:
+        placed, named = fill_call(args, kwargs, Spec, tensors)
+        return instances_in(op(*placed, **named), torch.Tensor)
+
+    graph = trace(flat, [Meta.of(spec) for spec in specs], where).graph.graph
+    operands = dict(zip(graph.find_nodes(op="placeholder"), specs, strict=True))
+    calls = [node for node in graph.nodes if node.op == "call_function"
+             and getattr(node.target, "__name__", "") != "getitem"]  # fmt: skip
+    closure = graph.find_nodes(op="get_attr")
+    if len(calls) != 1 or closure or any(x not in operands for x in calls[0].all_input_nodes):
+        names = ", ".join(node.name for node in calls) or "none"
+        fail(where, f"{plural(len(calls), 'operation')} ({names}) on "
+             f"{plural(len(specs), 'spec')} and {plural(len(closure), 'tensor')} of a closure",
+             "a strategy must be of one operation on specs",
+             "fs.partition(fn, mesh=mesh).explain(*specs) shows the layouts of all; "
+             f"fs.register_rule({name_of(op)})('bd,d->bd') makes it one")  # fmt: skip
+    call = calls[0]
+    return call.target, *map_call(call.args, call.kwargs, fx.Node, operands.__getitem__)
 
 
 class _Options(NamedTuple):
@@ -285,6 +330,36 @@ def parameters_of(op: Any) -> frozenset[str]:
         return frozenset()
 
 
+def take_options(
+    where: str, op: Any, kwargs: dict[str, Any], names: Sequence[str]
+) -> dict[str, Any]:
+    """Remove the options `names` from `kwargs` and return them; the operation's own stay.
+
+    Raises:
+        ShardingError: if `op` takes any keyword, so that the option could also be its argument.
+    """
+    named = [name for name in names if name in kwargs and name not in parameters_of(op)]
+    if named and _takes_any_keyword(op):
+        name = named[0]
+        fail(f"{where}({name_of(op)})", f"{name}={kwargs[name]!r}",
+             f"{name_of(op)} takes any keyword, so {name} must be said to be an option or its own",
+             f"fs.on_pairs({name_of(op)}, {name}=...)(...) for the option, "
+             f"functools.partial({name_of(op)}, {name}=...) for the argument")  # fmt: skip
+    return {name: kwargs.pop(name) for name in named}
+
+
+def _takes_any_keyword(op: Any) -> bool:
+    """Return True for a function with `**kwargs` that is not PyTorch's."""
+    function = op.forward if isinstance(op, torch.nn.Module) else op
+    if str(getattr(function, "__module__", "")).partition(".")[0] == "torch":
+        return False
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # a builtin without a signature
+        return False
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+
+
 @lru_cache(maxsize=CACHE_SIZE)
 def _packet_parameters(packet: OpOverloadPacket[..., Any]) -> frozenset[str]:
     overloads = (getattr(packet, name) for name in packet.overloads())
@@ -308,9 +383,7 @@ def call_and_tree(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
 def rule_of(call: OpCall) -> Rule:
     """Return the rule of a call; raise `ShardingError` if there is none."""
     row = row_of(call.op)
-    rule = None if row is None else row.generator(call)
-    if isinstance(rule, list):
-        rule = rule_from_shardings(call, rule)
+    rule = None if row is None else _generated(row, call)
     if rule is None:
         name = str(call.op)
         reason = "it has none" if row is None else "the one it has is not for these arguments"
@@ -319,3 +392,28 @@ def rule_of(call: OpCall) -> Rule:
              f"fs.register_rule(torch.ops.{name})('bd,d->bd') gives it one; on replicated "
              "tensors, fs.unshard(pair), it runs as it is")  # fmt: skip
     return rule
+
+
+def _generated(row: Row, call: OpCall) -> Rule | None:
+    """Return the rule that a row's generator makes for a call, None if it has none for it."""
+    where = f"fs.register_rule({name_of(row.op)}): its generator"
+    try:
+        made = row.generator(call)
+        made = parse_rule(made) if isinstance(made, str) else made
+    except ShardingError as error:
+        if not row.is_builtin:
+            raise_if(where, error.problems)
+        raise
+    except Exception as error:  # noqa: BLE001 - it is the user's function that ran
+        fail(f"{where}{raise_line(error.__traceback__)}", f"{type(error).__name__}: {error}",
+             "a generator must take one argument, an OpCall, and return a rule for it",
+             "call.args are the operation's arguments, x.shape and x.dtype those of a tensor x; "
+             "return None for a call without a rule")  # fmt: skip
+    match made:
+        case Rule() | None:
+            return made
+        case list():
+            return rule_from_shardings(call, made)
+    fail(where, f"{type(made).__name__} {made!r}",
+         "the result must be a rule's text, an fs.Rule, a list of shardings, or None",
+         'return "bd,d->bd", say')  # fmt: skip

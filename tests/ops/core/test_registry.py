@@ -28,6 +28,16 @@ def _(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
+@torch.library.custom_op("fshard_tests::softmax", mutates_args=())
+def softmax(x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
+    return x.softmax(dim)
+
+
+@softmax.register_fake
+def _(x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
 OP = torch.ops.fshard_tests.scaled.default
 
 
@@ -109,3 +119,54 @@ print([row.op for row in rows().values() if not row.is_builtin])
     rule, user_rows = done.stdout.splitlines()
     assert rule == "bd->bd  {b unsharded; d unsharded}"
     assert user_rows == "[<OpOverload(op='aten.relu', overload='default')>]"
+
+
+def test_documented_example_of_register_sharding() -> None:
+    """DTensor's custom softmax, with None for the arguments that are no tensors."""
+    op = torch.ops.fshard_tests.softmax.default
+
+    def custom_softmax_sharding(call: OpCall) -> list[Any]:
+        x, dim, _ = call.args
+        softmax_dim = dim if dim >= 0 else dim + x.ndim
+        acceptable_shardings = [([Replicate()], [Replicate(), None, None])]
+        for sharding_dim in range(x.ndim):
+            if sharding_dim != softmax_dim:
+                all_sharded = ([Shard(sharding_dim)], [Shard(sharding_dim), None, None])
+                acceptable_shardings.append(all_sharded)
+        return acceptable_shardings
+
+    fs.register_rule(op)(custom_softmax_sharding)
+    assert check_call(op, torch.randn(4, 6, dtype=torch.float64), -1, False, grad=False) == []
+    rows = fs.propagate(op, Spec(MESH, P("x"), shape=(4, 6)), -1, False)
+    assert str(rows.out_specs[0]) == "f32[4@x,6]"
+    columns = fs.propagate(op, Spec(MESH, P(None, "x"), shape=(4, 6)), -1, False)
+    assert str(columns.in_specs[0]) in ("f32[4,6]", "f32[4@x,6]")
+
+
+@pytest.mark.parametrize(
+    ("generator", "text"),
+    [
+        (lambda call: call.args[1], "given: IndexError: tuple index out of range"),
+        (lambda x, dim: "ab->ab", "given: TypeError: "),
+        (lambda call: 3, "given: int 3"),
+        (lambda call: "ab", "given: ab\n"),
+    ],
+)
+def test_errors_of_generators_name_the_operation(generator: Any, text: str) -> None:
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    fs.register_rule(doubled)(generator)
+    with pytest.raises(fs.ShardingError) as caught:
+        fs.propagate(doubled, Spec(MESH, P("x"), shape=(4, 6)))
+    assert str(caught.value).startswith("fs.register_rule(doubled): its generator")
+    assert text in str(caught.value)
+
+
+def test_generator_may_return_a_text() -> None:
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    fs.register_rule(doubled)(lambda call: "abc"[: call.result.ndim] + "->ab")
+    result = fs.propagate(doubled, Spec(MESH, P("x"), shape=(4, 6))).out_specs[0]
+    assert str(result) == "f32[4@x,6]"

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from fshard._util.errors import ShardingError
 from fshard.layout.mesh import Mesh
@@ -264,3 +265,50 @@ def test_operation_without_a_rule() -> None:
     )
     register_rule(op)("ij->ij")
     assert str(propagate(op, spec(P("dp"), 4, 3)).out_specs[0]) == "f32[4@dp,3]"
+
+
+# -- functions of one operation ----------------------------------------------------------------
+
+
+X = spec(P("dp"), 4, 4, 8)
+IMAGES, WEIGHT = spec(P("dp"), 4, 4, 8, 8), spec(P(), 4, 4, 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "result"),
+    [
+        (F.relu, (X,), "f32[4@dp,4,8]"),
+        (F.conv2d, (IMAGES, WEIGHT, None, 1, 1), "f32[4@dp,4,8,8]"),
+        (F.avg_pool2d, (IMAGES, 2), "f32[4@dp,4,4,4]"),
+        (F.max_pool2d, (IMAGES, 2), "f32[4@dp,4,4,4]"),
+        (torch.var, (X, 1), "f32[4@dp,8]"),
+        (torch.roll, (X, 1, 1), "f32[4@dp,4,8]"),
+        (torch.Tensor.permute, (X, 0, 2, 1), "f32[4@dp,8,4]"),
+        (torch.einsum, ("abc,abc->a", X, X), "f32[4@dp]"),
+        (lambda x: x.sum(0), (X,), "f32[4,8]{unreduced: dp}"),
+    ],
+)
+def test_functions_of_one_operation_have_its_strategy(op: Any, args: Any, result: str) -> None:
+    assert str(propagate(op, *args).out_specs[0]) == result
+
+
+def test_functions_of_several_operations_are_refused() -> None:
+    text = error_of(lambda: propagate(lambda x: x.relu() + 1, X))
+    assert "2 operations (relu, add) on 1 spec" in text
+    text = error_of(lambda: propagate(torch.nn.Linear(8, 8), X))
+    assert "1 operation (linear) on 1 spec and 2 tensors of a closure" in text
+
+
+def test_options_of_the_operation_itself_are_its_own() -> None:
+    def scaled(x: torch.Tensor, *, topology: str, grad: bool = False) -> torch.Tensor:
+        return x * (2 if topology == "ring" else 3)
+
+    register_rule(scaled)("abc->abc")
+    strategy = propagate(scaled, X, topology="ring", grad=False)
+    assert dict(strategy.call.kwargs) == {"topology": "ring", "grad": False}
+
+
+def test_options_are_ambiguous_for_a_function_of_any_keyword() -> None:
+    text = error_of(lambda: propagate(lambda x, **options: x, X, topology=None))
+    assert "takes any keyword" in text
+    assert "fs.on_pairs" in text
