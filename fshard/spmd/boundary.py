@@ -18,11 +18,13 @@ from fshard.layout.spec import Spec
 from fshard.layout.tree import flatten, map_leaves, paths
 from fshard.plan.redistribute import redistribute
 from fshard.program.program import Program
+from fshard.run.autograd.replicate import with_equal_gradients
 from fshard.run.execute import check_local, check_shards
 from fshard.run.global_tensors import check_sharding, shard, shards_of
 from fshard.run.transports.base import Transport
 from fshard.spmd.in_specs import Argument, DimSpec, PathSpec
 from fshard.spmd.mesh_scope import Scope
+from fshard.spmd.types import format_axes
 
 LOCAL_OF_PAIR = operator.attrgetter("local")
 
@@ -106,8 +108,12 @@ def plan_arguments(
     scope: Scope,
     transport: Transport | None,
     redistribute_inputs: bool,
+    compare_gradients: bool,
 ) -> tuple[Argument, ...]:
-    """Return how every argument becomes a local; raise `ShardingError` with all failures."""
+    """Return how every argument becomes a local; raise `ShardingError` with all failures.
+
+    With `compare_gradients` a simulation raises for gradients that differ between ranks.
+    """
 
     def plan(path: str, leaf: Any, value: Any) -> Argument:
         if leaf is None:
@@ -120,7 +126,10 @@ def plan_arguments(
             spec = _tensor_spec(value, leaf, scope)
             check_sharding(value, spec)
             if transport is None:
-                return Argument(path, spec, partial(shards_of, spec=spec))
+                shards = partial(shards_of, spec=spec)
+                if not compare_gradients:
+                    return Argument(path, spec, shards)
+                return Argument(path, spec, lambda x: same_gradients(where, path, spec, shards(x)))
             return Argument(path, spec, lambda x: shard(x, spec).local)
         if not isinstance(leaf, PartitionSpec) or leaf.axes:
             fail(where, f"a value of type {type(value).__name__} with {_describe(leaf)}",
@@ -130,6 +139,26 @@ def plan_arguments(
 
     rows = [(path, (path, leaf, x)) for (path, leaf), x in zip(in_specs, values, strict=True)]
     return tuple(_call_all(where, plan, rows))
+
+
+def same_gradients(
+    where: str, path: str, spec: Spec, shards: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, ...]:
+    """Return shards whose gradients must be equal along the axes that `spec` omits."""
+    mesh, p = spec.mesh, spec.partition
+    axes = tuple([axis for axis in mesh.axes if axis not in p.axes])
+    ranks, along = list(mesh.ranks), format_axes(axes)
+
+    def refuse(first: int, other: int) -> None:
+        fail(where,
+             f"{path}: gradients that differ on ranks {ranks[first]} and {ranks[other]}",
+             f"along {', '.join(axes)}, which the spec omits, a gradient must be equal: "
+             "check=False sums none, and under torchrun every rank keeps its part",
+             f"fs.pcast({path}, {along}, to='varying') before its use; or check=True, which "
+             "inserts it")  # fmt: skip
+
+    groups = [[ranks.index(rank) for rank in group] for group in mesh.groups(axes)] if axes else []
+    return with_equal_gradients(shards, groups, refuse)
 
 
 def _describe(leaf: Any) -> str:

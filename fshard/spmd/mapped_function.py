@@ -12,7 +12,9 @@ import torch
 
 from fshard._util.cache import BoundedDict
 from fshard._util.errors import fail, raise_if
+from fshard._util.tracebacks import hide_frames
 from fshard.layout.mesh import Mesh
+from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.sharded import Sharded
 from fshard.layout.spec import Spec
 from fshard.layout.tree import (
@@ -23,6 +25,7 @@ from fshard.layout.tree import (
     paths,
     unflatten,
 )
+from fshard.run.autograd.replicate import replicate_shards
 from fshard.run.global_tensors import unshard
 from fshard.run.transports.base import Transport, current_transport, is_simulated
 from fshard.run.transports.divergence_check import checked_collectives
@@ -34,6 +37,7 @@ from fshard.spmd.boundary import (
     empty_results,
     plan_arguments,
     result_specs,
+    same_gradients,
 )
 from fshard.spmd.in_specs import ArgSignature, Argument, PathSpec, match_specs
 from fshard.spmd.mesh_scope import Scope, check_check, local_map_scope, shard_map_scope
@@ -77,7 +81,11 @@ def map_function(
     function = MappedFunction(fn, where, mesh, in_specs, out_specs, axis_names, **options)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return function.call(args, kwargs)
+        try:
+            return function.call(args, kwargs)
+        except Exception as error:
+            hide_frames(error)
+            raise
 
     # Without the attributes of a module.
     return functools.update_wrapper(call, fn, updated=())
@@ -195,9 +203,8 @@ class MappedFunction:
             self.checked[treedef, scope] = None
         arguments = None
         if transport is None or transport.rank in scope.mesh:
-            arguments = plan_arguments(
-                self.where, path_specs, values, scope, transport, self.redistribute_inputs
-            )
+            options = self.redistribute_inputs, self.check is False
+            arguments = plan_arguments(self.where, path_specs, values, scope, transport, *options)
         return BoundaryPlan(scope, treedef, transport is not None, bool(pairs), arguments)
 
     def _scope(
@@ -254,7 +261,9 @@ class MappedCall:
         check_untransformed(self.function.where)
         columns, ranks = self.locals_(), self.scope.mesh.ranks
         rows = list(zip(*columns, strict=True)) if columns else [()] * len(ranks)
-        outs = map_ranks(self.scope, self.body, rows, self.function.fn, self.check_agreement)
+        share = self.share_closure if self.function.check is False else replicate_shards
+        fn, check = self.function.fn, self.check_agreement
+        outs = map_ranks(self.scope, self.body, rows, fn, check, share)
         returned = list(map(self.returned.__getitem__, ranks))
         return self.assemble(returned, list(zip(*outs, strict=True)), None)
 
@@ -268,6 +277,11 @@ class MappedCall:
             blame(error, self.scope.named_mesh)
             raise
         return self.assemble([self.returned[transport.rank]], outs, transport)
+
+    def share_closure(self, x: torch.Tensor, n: int) -> tuple[torch.Tensor, ...]:
+        """Return a tensor that the function closes over for every rank; gradients are compared."""
+        spec = Spec(self.scope.mesh, PartitionSpec(), shape=x.shape, dtype=x.dtype)
+        return same_gradients(self.function.where, "closure", spec, replicate_shards(x, n))
 
     def locals_(self) -> tuple[Any, ...]:
         """Return the locals of the arguments that have a spec: of all ranks, or of this one."""

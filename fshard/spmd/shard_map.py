@@ -58,8 +58,10 @@ def shard_map(
 
     Gradients: an argument is invariant along the axes that its spec leaves out. To use it with
     varying values takes `fs.pcast(x, axis, to="varying")`, whose transpose is the sum; checks
-    insert it, once for each tensor. Tensors that the function closes over, a module's parameters
-    for example, are differentiated as arguments with `P()`.
+    insert it, once for each tensor. With `check=False` nothing sums the ranks' parts: a simulation
+    raises where they differ, and under torchrun every rank keeps its part. Tensors that the
+    function closes over, a module's parameters for example, are differentiated as arguments with
+    `P()`.
 
     Values that the host reads off varying tensors (`if`, `.item()`) are allowed: results that may
     depend on them are compared by value. With `check=False` the body may write into its arguments,

@@ -40,6 +40,7 @@ def map_ranks(
     values: Sequence[Locals],
     fn: Callable[..., Any],
     check_agreement: Callable[[], None] = lambda: None,
+    share: Callable[[torch.Tensor, int], Locals] = replicate_shards,
 ) -> list[Locals]:
     """Return `body(rank, values[i])` for rank i of a simulated mesh, differentiably.
 
@@ -50,6 +51,7 @@ def map_ranks(
         fn: the function that `body` calls; tensors that it closes over are differentiated as
             arguments with `P()`.
         check_agreement: called after all ranks; raises if they returned other structures.
+        share: function from a tensor that `fn` closes over to one for each rank.
     """
     mesh = scope.mesh
     if not torch.is_grad_enabled():
@@ -70,7 +72,7 @@ def map_ranks(
         return results
     inputs, outputs = ([x for graph in graphs for x in graph[side]] for side in (0, 1))
     closures = find_closure_inputs(fn, inputs, outputs)
-    shared = list(zip(*(replicate_shards(x, mesh.size) for x in closures), strict=True))
+    shared = list(zip(*(share(x, mesh.size) for x in closures), strict=True))
     rows = [(*xs, *shared[index]) if shared else xs for index, xs in enumerate(values)]
     call = CompletedCall(scope, body, fn, graphs, len(values[0]), closures, settings, generators)
     flat = _RankGraphs.apply(call, *(x for row in rows for x in row))  # type: ignore[no-untyped-call]

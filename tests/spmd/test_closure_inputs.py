@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
-from fshard import Mesh, P
+from fshard import Mesh, P, ShardingError
 from tests.helpers.spec_grid import random_global
 
 MESH = Mesh(x=2, y=3)
@@ -158,28 +158,23 @@ def test_gradients_of_closure_and_its_source_count_once(way: Any) -> None:
 
 
 def test_closure_gradients_equal_those_of_unsharded_arguments() -> None:
-    """Without a cast in the body too."""
     x, w = reals(6, 4), reals(4, 3, seed=1).requires_grad_()
     by_argument = fs.shard_map(
-        lambda v, w: v @ w, mesh=MESH, in_specs=(P(("x", "y")), P()), out_specs=P(("x", "y")),
-        check=False,
-    )  # fmt: skip
-    by_closure = rows(lambda v: v @ w)
+        layer, mesh=MESH, in_specs=(P(("x", "y")), P()), out_specs=P(("x", "y")), check=False
+    )
     expected = torch.autograd.grad(by_argument(x, w).sum(), w)
-    torch.testing.assert_close(torch.autograd.grad(by_closure(x).sum(), w), expected)
+    torch.testing.assert_close(torch.autograd.grad(closed(w)(x).sum(), w), expected)
 
 
-def test_gradient_of_closure_used_by_some_ranks_is_rank_0s() -> None:
-    """An invariant value has, as an argument, the gradient of the first rank."""
+@pytest.mark.parametrize("user", [0, 3])
+def test_unchecked_gradients_that_differ_between_ranks_are_refused(user: int) -> None:
     x, w = reals(6), torch.tensor(2.0, dtype=F64, requires_grad=True)
-    for user, expected in ((0, x[0]), (3, torch.zeros((), dtype=F64))):
 
-        def body(v: torch.Tensor, w: torch.Tensor = w, user: int = user) -> torch.Tensor:
-            return v * w if fs.axis_index(("x", "y")) == user else v
+    def body(v: torch.Tensor) -> torch.Tensor:
+        return v * w if fs.axis_index(("x", "y")) == user else v
 
-        mapped = rows(lambda v, body=body: body(v))
-        (grad,) = torch.autograd.grad(mapped(x).sum(), w)
-        torch.testing.assert_close(grad, expected)
+    with pytest.raises(ShardingError, match="closure: gradients that differ on ranks 0 and"):
+        torch.autograd.grad(rows(body)(x).sum(), w)
 
 
 def test_closed_over_modules_get_gradients() -> None:

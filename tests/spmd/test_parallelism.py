@@ -10,8 +10,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 import fshard as fs
+from fshard import Mesh, ShardingError
+from tests.helpers.spec_grid import message
 from tests.helpers.spmd.parallel_models import (
     CHECKS,
     block,
@@ -32,6 +35,7 @@ from tests.helpers.spmd.parallelism_cases import (
     measure,
     mixed,
 )
+from tests.helpers.spmd.pipeline import on_one_device, pipeline
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -69,3 +73,21 @@ def test_one_all_reduce_per_accumulated_step(name: str, check: Check) -> None:
 @pytest.mark.parametrize("check", CHECKS)
 def test_parameters_travel_in_bf16_and_gradients_in_f32(check: Check) -> None:
     compare_mixed(mixed(check))
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_pipeline_has_the_gradients_of_one_device(check: bool) -> None:
+    mesh = Mesh(i=4)
+    torch.testing.assert_close(pipeline(mesh, check, cast=not check), on_one_device(mesh))
+
+
+def test_unchecked_gradients_that_differ_between_ranks_are_refused() -> None:
+    with pytest.raises(ShardingError) as error:
+        pipeline(Mesh(i=4), False, cast=False)
+    assert str(error.value) == message(
+        "shard_map(stages)",
+        "x: gradients that differ on ranks 0 and 1",
+        "along i, which the spec omits, a gradient must be equal: check=False sums none, and under "
+        "torchrun every rank keeps its part",
+        "fs.pcast(x, 'i', to='varying') before its use; or check=True, which inserts it",
+    )

@@ -1,8 +1,11 @@
-"""Conversion between one invariant tensor and a tuple with one of it per rank, differentiable."""
+"""Conversion between one invariant tensor and a tuple with one of it per rank, differentiable.
+
+The cotangents of such a tuple must be equal, which `with_equal_gradients` compares.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -63,3 +66,54 @@ class _First(torch.autograd.Function):
 def replicated_value(xs: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the value that all ranks hold, differentiably."""
     return map_batch_dims(lambda xs: (apply_function(_First, *xs),), xs)[0]
+
+
+class _EqualGradients(torch.autograd.Function):
+    """Keep tensors; in the backward pass compare the cotangents of every group."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(groups: Groups, refuse: Refuse, *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(x.view_as(x) for x in xs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        ctx.groups, ctx.refuse, *_ = inputs
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, __: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(tangent.view_as(tangent) for tangent in tangents)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        for first, *rest in ctx.groups:
+            for i in rest:
+                if not _are_close(grads[first].detach(), grads[i].detach()):
+                    ctx.refuse(first, i)
+        return None, None, *grads
+
+
+Groups = Sequence[Sequence[int]]
+Refuse = Callable[[int, int], object]
+"""Function of the positions of two tensors whose cotangents differ; it raises."""
+
+
+def with_equal_gradients(
+    xs: tuple[torch.Tensor, ...], groups: Groups, refuse: Refuse
+) -> tuple[torch.Tensor, ...]:
+    """Return `xs`; their cotangents must be equal within groups of positions, up to rounding."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in xs):
+        ys: tuple[torch.Tensor, ...] = apply_function(_EqualGradients, groups, refuse, *xs)
+        return ys
+    return xs
+
+
+def _are_close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return True if tensors differ by rounding at most: ranks may add in another order."""
+    if a.layout is not torch.strided or not (a.is_floating_point() or a.is_complex()):
+        return True
+    tolerance = torch.finfo(a.dtype).eps ** 0.5
+    scale = float(a.abs().amax()) if a.numel() else 0.0
+    limit = tolerance * scale if scale < torch.inf else tolerance
+    return torch.allclose(a, b, rtol=tolerance, atol=limit, equal_nan=True)

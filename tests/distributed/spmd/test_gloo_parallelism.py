@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 import fshard as fs
 from fshard import Mesh
@@ -23,6 +24,7 @@ from tests.helpers.spmd.parallelism_cases import (
     measure,
     mixed,
 )
+from tests.helpers.spmd.pipeline import on_one_device, pipeline
 
 
 def measured(size: int, check: Check) -> list[Measurement]:
@@ -74,3 +76,20 @@ def wires_on_rank(mesh: Mesh) -> list[str]:
 def test_values_are_cast_once_in_each_direction() -> None:
     mesh = wires.LINE
     assert run_ranks(2, wires_on_rank, mesh) == [[], []]
+
+
+def pipelines(mesh: Mesh) -> list[list[torch.Tensor]]:
+    fs.init(mesh)
+    modes = (True, False), (False, True), (False, False)
+    return [pipeline(mesh, check, cast=cast) for check, cast in modes]
+
+
+def test_pipeline_has_the_gradients_of_one_device() -> None:
+    mesh = Mesh(i=4)
+    expected = on_one_device(mesh)
+    by_rank = run_ranks(4, pipelines, mesh)
+    for checked, cast, _ in by_rank:
+        torch.testing.assert_close(checked, expected)
+        torch.testing.assert_close(cast, expected)
+    # Without a check or a cast every rank has its part, which a simulation refuses.
+    torch.testing.assert_close(sum(parts[2] for *_, parts in by_rank), expected[2])
