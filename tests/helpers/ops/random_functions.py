@@ -57,7 +57,8 @@ def random_pair(r: Random, x: torch.Tensor, spec: Spec) -> Sharded:
     if not linear:
         return pair
     axis = r.choice(linear)
-    parts = [random_tensor(r, x.shape, x.dtype) for _ in range(spec.mesh.shape[axis] - 1)]
+    real = torch.float64 if x.is_complex() else x.dtype
+    parts = [random_tensor(r, x.shape, real).to(x.dtype) for _ in range(spec.mesh.shape[axis] - 1)]
     parts.append(-sum(parts, torch.zeros_like(x)).detach())
     local = tuple(
         shard + parts[spec.mesh.index(rank, (axis,))][spec.index(rank)]
