@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
 
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 transform_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level
@@ -21,6 +22,14 @@ get_unwrapped: Callable[[torch.Tensor], torch.Tensor] = torch._C._functorch.get_
 unwrap_if_dead: Callable[[torch.Tensor], torch.Tensor] = torch._C._functorch.unwrap_if_dead
 add_batch_dim: Callable[[torch.Tensor, int, int], torch.Tensor] = torch._add_batch_dim
 """`add_batch_dim(x, dim, level)`: make `dim` of `x` the batch dim of a `vmap` level."""
+
+SingleLevelFunction = _SingleLevelFunction
+"""Base of `autograd.Function`, whose `apply` every alias of an `apply` looks up in a call."""
+
+
+def new_context(function: type[torch.autograd.Function]) -> Any:
+    """Return a `ctx` of a custom function, as autograd gives to its forward."""
+    return function._backward_cls()
 
 
 def is_transformed() -> bool:

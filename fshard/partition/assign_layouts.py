@@ -23,18 +23,23 @@ from fshard._util.errors import Problem, ShardingError, fail, raise_if
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import LINEAR, PartitionSpec
 from fshard.layout.spec import Spec
+from fshard.layout.tree import flatten
+from fshard.ops.core.builders import is_inexact
 from fshard.ops.core.cache_keys import freeze
 from fshard.ops.core.call import Meta, fill_call, instances_in, map_call
 from fshard.ops.core.registry import decomposition_of, row_of
 from fshard.ops.propagate.propagate import strategy_for
 from fshard.ops.strategy.strategy import Strategy
+from fshard.ops.trace.custom_functions import TracedBackward
 from fshard.ops.trace.functionalize import has_no_gradient
 from fshard.ops.trace.trace import decompose, parse_constraint
 from fshard.partition import ir
 from fshard.partition.ir import Line, Ref
+from fshard.partition.partitioned_call import PartitionedCall
 from fshard.plan.redistribute import redistribute
 from fshard.program.cost.topology import Topology
 from fshard.program.program import Program
+from fshard.run.autograd.planned_gradient import OutputGradient
 
 MAX_COMBINATIONS = 16
 """Combinations of the operands' layouts that are tried for one operation."""
@@ -162,6 +167,8 @@ class LayoutAssigner:
         if op is SET_GRAD_ENABLED:
             self.set_grad_mode(args[0])
             return None
+        if isinstance(op, TracedBackward):
+            return self.custom_gradient(op, *args)
         return self.operation(op, args, kwargs, node)
 
     def set_grad_mode(self, enabled: bool) -> None:
@@ -230,6 +237,55 @@ class LayoutAssigner:
             ])  # fmt: skip
             raise
         return TensorVersions(spec, tensor.grad, {spec: self.redistributed(tensor, spec)})
+
+    def custom_gradient(
+        self,
+        target: TracedBackward,
+        inputs: Sequence[TensorVersions],
+        outputs: Sequence[TensorVersions],
+        saved: Sequence[TensorVersions],
+    ) -> list[TensorVersions]:
+        """Return outputs with a custom backward, planned for the layouts of this forward."""
+        indices = [i for i, x in enumerate(inputs) if x.grad and self.grad]
+        if not indices:
+            return [*outputs]
+        graph, kept = target.backward_of(indices)
+        tied = [*(inputs[i] for i in indices), *outputs]
+        specs = [_with_dual(x.spec) for x in tied]
+        in_specs, out_specs = specs[: len(indices)], specs[len(indices) :]
+        read = [saved[i] for i in kept]
+        sources = [next((i for i, y in enumerate(outputs) if y is x), None) for x in read]
+        saved_specs = map(lambda x, i: x.spec if i is None else out_specs[i], read, sources)
+        call = self.backward_call(graph, out_specs, [*saved_specs], in_specs)
+        gradient = OutputGradient(call, len(indices), len(outputs), tuple(sources), target.once)
+        refs = [Ref(self.redistributed(x, spec)) for x, spec in zip(tied, specs, strict=True)]
+        refs += [Ref(x.versions[x.spec]) for x, i in zip(read, sources, strict=True) if i is None]
+        out, lines = self.assignment.new_value(), self.assignment.lines
+        lines.append(ir.CustomGradient(out, gradient, tuple(refs)))
+        results = []
+        for index, spec in enumerate(out_specs):
+            value = self.assignment.new_value()
+            lines.append(ir.Pick(value, Ref(out), index))
+            results.append(TensorVersions(spec, True, {spec: value}))
+        return results
+
+    def backward_call(
+        self,
+        graph: fx.GraphModule,
+        outputs: Sequence[Spec],
+        saved: Sequence[Spec],
+        inputs: Sequence[Spec],
+    ) -> PartitionedCall:
+        """Return the plan of a backward from the specs of its forward's values."""
+        assigner = LayoutAssigner(self.mesh, self.topology, True, self.device, {}, False)
+        specs = [*(spec.dual for spec in outputs), *saved]
+        gradients = assigner.assign(graph, [(spec, is_inexact(Meta.of(spec))) for spec in specs])
+        targets = tuple(spec.dual for spec in inputs)
+        results = tuple(map(assigner.redistributed, gradients, targets))
+        lines, arguments = tuple(assigner.assignment.lines), tuple(assigner.assignment.inputs)
+        names, tree = tuple(f"backward[{i}]" for i in range(len(specs))), flatten([*targets])[1]
+        layouts, topology = (tuple(specs), targets, arguments, results), self.topology
+        return PartitionedCall(self.mesh, lines, *layouts, (), tree, topology, True, graph, names)
 
     # -- by the rule -----------------------------------------------------------------------
 
@@ -362,6 +418,13 @@ def redistributed(
     assignment.time += seconds(prog)
     (tensor.no_grad_versions if tensor.grad and not grad else tensor.versions)[spec] = out
     return out
+
+
+def _with_dual(spec: Spec) -> Spec:
+    """Return a spec that has a dual: axes unreduced by another kind than a sum are invariant."""
+    p = spec.partition
+    linear = tuple((axis, kind) for axis, kind in p.unreduced_kinds if kind in LINEAR)
+    return spec.replace(partition=PartitionSpec._of(p.dims, linear, p.reduced_kinds))
 
 
 def _program(src: Spec, dst: Spec, topology: Topology) -> Program:

@@ -24,6 +24,7 @@ from fshard.ops.core.call import map_call, map_instances
 from fshard.ops.strategy import local_call
 from fshard.ops.strategy.strategy import Strategy
 from fshard.program.program import Program
+from fshard.run.autograd.planned_gradient import OutputGradient
 from fshard.run.autograd.replicate import replicate_shards
 
 
@@ -108,7 +109,29 @@ class Copy:
     source: Ref
 
 
-Line = Operation | Redistribution | Pick | ClosureTensor | Factory | GradMode | Write | Copy
+@dataclass(frozen=True, slots=True, eq=False)
+class CustomGradient:
+    """Outputs of a forward with a gradient of their own: the custom backward of a function.
+
+    `operands` are the inputs, the outputs, and the saved tensors that are not outputs.
+    """
+
+    out: int
+    gradient: OutputGradient
+    operands: tuple[Ref, ...]
+
+
+Line = (
+    Operation
+    | Redistribution
+    | Pick
+    | ClosureTensor
+    | Factory
+    | GradMode
+    | Write
+    | Copy
+    | CustomGradient
+)
 
 
 def operands_of(line: Line) -> list[int]:
@@ -123,6 +146,8 @@ def operands_of(line: Line) -> list[int]:
             return [line.source.value]
         case Write():
             return [line.target.value, line.source.value]
+        case CustomGradient():
+            return [ref.value for ref in line.operands]
         case _:
             return []
 
@@ -136,8 +161,21 @@ def aliases_of(line: Line) -> list[tuple[int, int]]:
             schema = schema_or_none(line.strategy.call.op)
             is_view = schema is None or any(result.alias_info for result in schema.returns)
             return [(line.out, operand) for operand in operands_of(line) if is_view]
+        case CustomGradient():
+            return [(line.out, operand) for operand in operands_of(line)]
         case _:
             return []
+
+
+def backward_programs(line: Line) -> tuple[Program, ...]:
+    """Return the programs that run backward for a line."""
+    match line:
+        case Redistribution() if line.grad and line.program.is_linear:
+            return (line.program.T,)
+        case CustomGradient():
+            return line.gradient.call.programs
+        case _:
+            return ()
 
 
 def keep_gradients_of(lines: Sequence[Line], outputs: Sequence[int]) -> list[Line]:
@@ -240,6 +278,10 @@ def rank_graph(
                 env[line.out] = graph.create_node("call_function", *call, name=line.name)
             case GradMode():
                 graph.call_function(SET_GRAD_ENABLED, (line.enabled,))
+            case CustomGradient():
+                target = _NamedFunction(line.gradient.attach, "custom_gradient")
+                values = [env[ref.value] for ref in line.operands]
+                env[line.out] = graph.call_function(target, (values,))
             case Copy():
                 env[line.out] = graph.call_function(torch.clone, (env[line.source.value],))
             case Write():
@@ -334,6 +376,9 @@ def run_on_all_ranks(prepared: Sequence[PreparedLine], mesh: Mesh, env: dict[int
                     env[line.out] = replicate_shards(line.op(*line.args, **line.kwargs), mesh.size)
                 case GradMode():
                     torch.set_grad_enabled(line.enabled)
+                case CustomGradient():
+                    outputs = line.gradient.attach([env[ref.value] for ref in line.operands])
+                    env[line.out] = tuple(zip(*outputs, strict=True))
                 case Copy():
                     env[line.out] = tuple([x.clone() for x in env[line.source.value]])
                 case Write():

@@ -76,11 +76,9 @@ class PartitionedCall:
             topology: the topology to cost them on; None is the one they were planned on.
             backward: return the cost of the transposes instead, which run backward.
         """
-        moves = [line for line in self.lines if isinstance(line, Redistribution)]
-        progs = [
-            line.program.T if backward else line.program for line in moves
-            if not backward or (line.grad and line.program.is_linear)
-        ]  # fmt: skip
+        progs = self.programs
+        if backward:
+            progs = tuple(prog for line in self.lines for prog in ir.backward_programs(line))
         return Cost.in_turn(prog.cost(topology or self._topology) for prog in progs)
 
     def graph(self, rank: int = 0) -> fx.GraphModule:
@@ -145,7 +143,8 @@ class PartitionedCall:
             prepared = self._prepared["lines"] = ir.prepare_lines(self.lines, self.mesh, ids)
         env = dict(zip(self._inputs, locals_, strict=True))
         ir.run_on_all_ranks(prepared, self.mesh, env)
-        return [env[out] if type(out) is int else out.value for out in outputs]
+        return [out.value if type(out) is not int else env[out] if spec else env[out][0]
+                for out, spec in zip(outputs, self.out_specs, strict=True)]  # fmt: skip
 
     def check_disjoint(self, tensors: Sequence[Any], where: str) -> None:
         """Raise `ShardingError` if a tensor that is written shares memory with another one."""

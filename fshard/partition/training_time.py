@@ -10,7 +10,7 @@ from fshard.layout.mesh import Mesh
 from fshard.ops.propagate.role_costs import compute_time
 from fshard.ops.strategy.axis_roles import factor_sizes
 from fshard.ops.strategy.strategy import Strategy
-from fshard.partition.ir import Line, Operation, Redistribution
+from fshard.partition.ir import Line, Operation, Redistribution, backward_programs
 from fshard.program.cost.topology import Topology
 
 FORWARD_AND_BACKWARD = 3
@@ -29,8 +29,7 @@ def lines_time(lines: Iterable[Line], mesh: Mesh, topology: Topology, *, grad: b
             total += passes * _local_compute_time(line.strategy, mesh, topology)
         elif isinstance(line, Redistribution):
             total += line.program.cost(topology).time
-            if line.grad and line.program.is_linear:
-                total += line.program.T.cost(topology).time
+        total += sum(prog.cost(topology).time for prog in backward_programs(line))
     return total
 
 

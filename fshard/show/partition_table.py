@@ -6,7 +6,16 @@ from collections.abc import Iterator, Sequence
 
 from fshard._util.text import bytes_text, plural, time_text
 from fshard.layout.spec import Spec
-from fshard.partition.ir import Factory, Line, Operation, Redistribution, Write, specs_text
+from fshard.partition.ir import (
+    CustomGradient,
+    Factory,
+    Line,
+    Operation,
+    Redistribution,
+    Write,
+    backward_programs,
+    specs_text,
+)
 from fshard.partition.partitioned_call import PartitionedCall, explain_partitioned_hook
 from fshard.program.cost.topology import Topology
 from fshard.program.program import Program
@@ -70,6 +79,9 @@ def _line(line: Line, inputs: Sequence[int]) -> Iterator[Row]:
             yield line.name, "replicated", "", ""
         case Write():
             yield f"writes {line.name}", "", "", ""
+        case CustomGradient():
+            yield "custom backward", "", "", ""
+            yield from _backward_rows(line, 1)
         case Redistribution() if line.source.value not in inputs:
             yield from _move_rows(line, 1)
 
@@ -97,8 +109,13 @@ def _arguments(call: PartitionedCall) -> Iterator[Row]:
 def _move_rows(move: Redistribution, times: int) -> Iterator[Row]:
     """Yield rows of the steps of a program and of its transpose that send."""
     yield from _steps("→", move.program, times)
-    if move.grad and move.program.is_linear:
-        for sign, spec, sent, _ in _steps("←", move.program.T, times):
+    yield from _backward_rows(move, times)
+
+
+def _backward_rows(line: Line, times: int) -> Iterator[Row]:
+    """Yield rows of the steps that send backward for a line."""
+    for prog in backward_programs(line):
+        for sign, spec, sent, _ in _steps("←", prog, times):
             yield sign, spec, "", sent
 
 

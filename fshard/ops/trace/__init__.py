@@ -3,6 +3,7 @@
 - `trace`: the graph of a function or of a decomposition; `fs.constrain`.
 - `functionalize`: writes in place become new values.
 - `inner_gradients`: functions that take gradients or use `torch.func` themselves.
+- `custom_functions`: the backward of a custom `autograd.Function` as a graph.
 - `draw_layouts`: random draws take the layout of a tensor they are combined with.
 - `covariance`: `torch.cov` and `torch.corrcoef` without reads of values.
 """

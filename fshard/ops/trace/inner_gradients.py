@@ -10,23 +10,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import gt
 from typing import Any, NoReturn
 
 import torch
 from torch import fx
-from torch.autograd import Function
+from torch.autograd import function
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import BackwardHook
 
 from fshard._torch.autograd_state import graph_task_id
 from fshard._torch.fake_tensors import FakeTensor
-from fshard._torch.functorch import forward_ad_level, transform_level
+from fshard._torch.functorch import SingleLevelFunction, forward_ad_level, transform_level
 from fshard._torch.modes import TorchDispatchMode, function_modes
 from fshard._util.errors import fail
 from fshard.layout.tree import tensors_in
 from fshard.ops.core.builders import is_inexact
 from fshard.ops.core.call import map_instances
 from fshard.ops.trace.covariance import WITHOUT_READS
+from fshard.ops.trace.custom_functions import apply_in_transform, apply_traced, has_own_backward
 from fshard.spmd.closure_inputs import graph_leaves
 
 AUTOGRAD_CALLS = {
@@ -91,7 +93,7 @@ class AboveAutograd(_TraceMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         self.refuse(func)
-        if func in AUTOGRAD_CALLS or _levels() != self.levels:
+        if func in AUTOGRAD_CALLS or any(map(gt, _levels(), self.levels)):
             raise TakesGradients
         out = WITHOUT_READS.get(func, func)(*args, **(kwargs or {}))
         if func == torch.Tensor.requires_grad.__get__ and not out:  # type: ignore[attr-defined]
@@ -120,7 +122,9 @@ class BelowAutograd(_TraceMode):
             has_graph = out.requires_grad
         if not self.tracked or (torch.is_grad_enabled() and has_graph):
             return out
-        return map_instances(out, torch.Tensor, lambda x: x.detach() if is_inexact(x) else x)
+        written = args[0] if args else None  # by x.requires_grad_(), say, which returns x
+        detached = lambda x: x.detach() if is_inexact(x) and x is not written else x  # noqa: E731
+        return map_instances(out, torch.Tensor, detached)
 
 
 _GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
@@ -189,19 +193,23 @@ def refuse_hidden_gradients(
 ) -> Iterator[None]:
     """Refuse in the block everything that has gradients which no graph of operations has.
 
-    These are custom autograd functions, backward hooks of modules, reentrant checkpoints, and
-    `backward()` to tensors that the function closes over. `depth` returns 0 in threads that do not
-    trace.
+    These are backward hooks of modules, reentrant checkpoints, and `backward()` to tensors that the
+    function closes over. The backward of a custom `autograd.Function` is traced. `depth` returns 0
+    in threads that do not trace.
     """
-    original = {owner: vars(owner)[name] for owner, name in _PATCHED}
+    original = {owner: vars(owner).get(name) for owner, name in _PATCHED}
+    level = transform_level()
 
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        custom = not cls.__module__.startswith("torch.") or cls.__name__ == "CheckpointFunction"
-        if depth() and custom and torch.is_grad_enabled() and (
-            any(requires_grad) or _reaches_outside(args)
-        ):  # fmt: skip
-            _refuse_function(cls, where)
-        return original[Function].__get__(None, cls)(*args, **kwargs)
+    def apply(cls: Any, *args: Any) -> Any:
+        traced = depth() and transform_level() is None and has_own_backward(cls)
+        if traced and torch.is_grad_enabled() and (any(requires_grad) or _reaches_outside(args)):
+            return apply_traced(cls, args, any(requires_grad), where)
+        return super(SingleLevelFunction, cls).apply(*args)
+
+    def under_transform(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if depth() and transform_level() == level and has_own_backward(cls):
+            return apply_in_transform(cls, args, where)
+        return original[function](cls, *args, **kwargs)
 
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(mode, AboveAutograd) for mode in function_modes()):
@@ -218,18 +226,23 @@ def refuse_hidden_gradients(
                  "out")  # fmt: skip
         original[BackwardHook](self, *args)
 
-    Function.apply = classmethod(apply)  # type: ignore[assignment]
+    SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]
+    vars(function)["custom_function_call"] = under_transform
     torch.autograd.backward = backward
     BackwardHook.__init__ = hook  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
         for owner, name in _PATCHED:
-            setattr(owner, name, original[owner])
+            if original[owner] is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original[owner])
 
 
 _PATCHED: tuple[tuple[Any, str], ...] = (
-    (Function, "apply"), (torch.autograd, "backward"), (BackwardHook, "__init__"),
+    (SingleLevelFunction, "apply"), (function, "custom_function_call"),
+    (torch.autograd, "backward"), (BackwardHook, "__init__"),
 )  # fmt: skip
 
 
@@ -237,15 +250,3 @@ def _reaches_outside(tensors: Any) -> bool:
     """Return True if a gradient would reach a tensor from outside of the traced function."""
     leaves = graph_leaves([*tensors_in(tensors)])
     return any(not isinstance(leaf, FakeTensor) for leaf in leaves)
-
-
-def _refuse_function(cls: Any, where: str) -> NoReturn:
-    if cls.__name__ == "CheckpointFunction":
-        fail(where, "checkpoint(..., use_reentrant=True)",
-             "it runs backward for itself, where nothing is traced",
-             "checkpoint(..., use_reentrant=False)")  # fmt: skip
-    fail(where, f"{cls.__name__}.apply, with gradients", GRADIENT_OF_TRACE + "the backward of a "
-         "custom function would be left out",
-         "write y + (f(x) - y).detach() for a straight-through gradient, take gradients "
-         "within the function, or make it an operation: torch.library.custom_op, "
-         "register_autograd and fs.register_rule")  # fmt: skip

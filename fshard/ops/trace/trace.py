@@ -21,7 +21,7 @@ import torch
 from torch import fx
 from torch.overrides import TorchFunctionMode
 
-from fshard._torch.autograd_state import ENTER_AUTOCAST, SET_GRAD_ENABLED, is_any_autocast_enabled
+from fshard._torch.autograd_state import ENTER_AUTOCAST, is_any_autocast_enabled
 from fshard._torch.fake_tensors import (
     FAKE_TENSOR_LOGGER,
     DataDependentOutputException,
@@ -37,6 +37,7 @@ from fshard._util.text import one_line
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.ops.core.cache_keys import freeze, unfreeze_call
 from fshard.ops.core.call import Meta, fill_call, instances_in
+from fshard.ops.trace.custom_functions import extract_backwards, has_effects
 from fshard.ops.trace.draw_layouts import assign_draw_layouts
 from fshard.ops.trace.functionalize import ClosureGuard, check_writes, functional, writes
 from fshard.ops.trace.inner_gradients import (
@@ -135,7 +136,8 @@ def trace(
     graph = traced.graph
     if any(node.target is ENTER_AUTOCAST for node in graph.graph.nodes):
         _no_autocast(where)
-    graph.graph.eliminate_dead_code(is_impure_node=_has_effects)
+    graph.graph.eliminate_dead_code(is_impure_node=has_effects)
+    extract_backwards(graph, where)
     assign_draw_layouts(graph)
     return traced
 
@@ -172,7 +174,7 @@ def _trace(
                 guard.check_leaks(fakes, where)
             if any(map(writes, graph.graph.nodes)):
                 # An unused result must not count as a use of a written tensor.
-                graph.graph.eliminate_dead_code(lambda n: bool(writes(n)) or _has_effects(n))
+                graph.graph.eliminate_dead_code(lambda n: bool(writes(n)) or has_effects(n))
                 _check_shapes(fakes, metas, where)
                 lost, tracked = check_writes(graph, grad=torch.is_grad_enabled())
                 graph, written = functional(graph, fakes, above=above)
@@ -230,10 +232,6 @@ def _no_autocast(where: str) -> NoReturn:
     fail(where, "torch.autocast", "the dtype of every result is in its spec, and autocast would "
          "give it another one where it runs",
          "cast the tensors that are to be of another dtype: x.to(torch.bfloat16)")  # fmt: skip
-
-
-def _has_effects(node: fx.Node) -> bool:
-    return node.op in ("placeholder", "output") or node.target is SET_GRAD_ENABLED
 
 
 def decompose(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 import fshard as fs
 from fshard import Mesh, P
+from tests.helpers.custom_functions import CUSTOM_FUNCTIONS
 from tests.helpers.gloo.harness import run_ranks
 from tests.helpers.ops.random_functions import RandomCase, Results
 from tests.helpers.ops.training_steps import in_place_step, layer_params
@@ -77,4 +79,25 @@ def test_closed_over_tensors_have_gradients_on_every_rank(layout: P) -> None:
     expected = with_a_closure(P())
     torch.testing.assert_close(with_a_closure(layout), expected)
     for results in run_ranks(2, closure_on_rank, layout):
+        torch.testing.assert_close(results, expected)
+
+
+def custom_on_rank() -> list[tuple[torch.Tensor, ...]]:
+    """Return values and gradients of the custom functions, on the mesh of two ranks."""
+    fs.init(MESH)
+    specs = P("x"), P(None, "x")
+    return [custom(fs.partition(fn, mesh=MESH, in_specs=specs)) for fn in CUSTOM_FUNCTIONS]
+
+
+def custom(fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(0)
+    x, w = (torch.randn(4, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    y = fn(x, w)
+    grads = torch.autograd.grad(y.sin().sum(), (x, w), materialize_grads=True)
+    return y.detach(), *grads
+
+
+def test_custom_functions() -> None:
+    expected = [custom(fn) for fn in CUSTOM_FUNCTIONS]
+    for results in run_ranks(2, custom_on_rank):
         torch.testing.assert_close(results, expected)

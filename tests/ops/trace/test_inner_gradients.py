@@ -241,31 +241,6 @@ def test_training_steps_have_fsdp_collectives(name: str, twice: int) -> None:
     }  # fmt: skip
 
 
-# -- refused functions ----------------------------------------------------------------------
-
-
-def test_custom_autograd_functions_with_gradients_are_refused() -> None:
-    part = fs.partition(lambda x: Straight.apply(x).sum(), mesh=MESH, in_specs=P("dp"))
-    x = sample(4, 4)
-    with pytest.raises(fs.ShardingError) as caught:
-        part(x)
-    assert str(caught.value) == (
-        "fs.partition(<lambda>)\n"
-        "  given: Straight.apply, with gradients\n"
-        "  rule:  a function is traced as the operations it runs, and the gradient is that of the "
-        "trace: the backward of a custom function would be left out\n"
-        "  fix:   write y + (f(x) - y).detach() for a straight-through gradient, take gradients "
-        "within the function, or make it an operation: torch.library.custom_op, "
-        "register_autograd and fs.register_rule"
-    )
-    torch.testing.assert_close(part(x.detach()), x.detach().round().sum())
-    assert Straight.apply(x).sum().requires_grad
-
-    straight = fs.partition(lambda x: (3 * x + (x.round() - 3 * x).detach()).sum(), mesh=MESH,
-                            in_specs=P("dp"))  # fmt: skip
-    torch.testing.assert_close(torch.autograd.grad(straight(x), x)[0], torch.full_like(x, 3))
-
-
 # -- closed-over tensors, and calls that cannot be traced -----------------------------------------
 
 CLOSED_OVER = torch.ones(4, 4, dtype=torch.float64, requires_grad=True)
@@ -311,10 +286,6 @@ def fills_an_argument(x: Tensor) -> Tensor:
     return value.detach()
 
 
-def straight(x: Tensor) -> Tensor:
-    return x.detach() @ Straight.apply(CLOSED_OVER * 2)
-
-
 def reentrant(x: Tensor) -> Tensor:
     h: Any = checkpoint(torch.sin, x, use_reentrant=True)
     return x + h
@@ -346,7 +317,6 @@ def other_data(x: Tensor) -> Tensor:
     [
         (fills_closed_over, "backward() fills .grad of a tensor that the function closes over"),
         (fills_an_argument, "backward() fills .grad of argument 0"),
-        (straight, "Straight.apply, with gradients"),
         (reentrant, "checkpoint(..., use_reentrant=True)"),
         (hooked, "a module with backward hooks"),
         (hooked_tensor, "x.register_hook(...), with gradients"),
@@ -361,7 +331,6 @@ def test_untraceable_calls_are_refused(fn: Callable[[Tensor], Tensor], refused: 
     assert text[0].startswith(f"fs.partition({fn.__name__})")
     assert text[1] == f"  given: {refused}"
     assert CLOSED_OVER.grad is None
-    assert torch.autograd.Function.apply.__func__.__module__ == "torch.autograd.function"
 
 
 def test_train_and_eval_of_a_module_are_noticed() -> None:

@@ -1,0 +1,326 @@
+"""Custom `autograd.Function`s in traced functions: their backward is traced beside their forward.
+
+While a function is traced, `apply` of a custom function records the operations of its forward, the
+operations of its backward on placeholders of the cotangents, and one operation that ties both.
+`extract_backwards` makes a graph of its own of every backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor, fx
+from torch.autograd.function import once_differentiable
+
+from fshard._torch.autograd_state import SET_GRAD_ENABLED
+from fshard._torch.checkpointing import CHECKPOINT_FUNCTION
+from fshard._torch.fake_tensors import DataDependentOutputException, DynamicOutputShapeException
+from fshard._torch.functorch import SingleLevelFunction, new_context
+from fshard._torch.modes import DisableTorchFunction
+from fshard._util.errors import ShardingError, fail
+from fshard._util.text import one_line
+from fshard.ops.core.builders import is_inexact
+from fshard.run.transports.divergence_report import raise_line
+
+
+@torch.library.custom_op("fshard::cotangent", mutates_args=())
+def _cotangent(x: Tensor) -> Tensor:
+    raise AssertionError("fshard::cotangent is for graphs alone")
+
+
+@_cotangent.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("fshard::custom_gradient", mutates_args=())
+def _custom_gradient(
+    inputs: list[Tensor],
+    outputs: list[Tensor],
+    cotangents: list[Tensor],
+    gradients: list[Tensor],
+    once: bool,
+) -> list[Tensor]:
+    raise AssertionError("fshard::custom_gradient is for graphs alone")
+
+
+@_custom_gradient.register_fake
+def _(
+    inputs: list[Tensor],
+    outputs: list[Tensor],
+    cotangents: list[Tensor],
+    gradients: list[Tensor],
+    once: bool,
+) -> list[Tensor]:
+    return [torch.empty_like(x) for x in outputs]
+
+
+COTANGENT = torch.ops.fshard.cotangent.default
+CUSTOM_GRADIENT = torch.ops.fshard.custom_gradient.default
+
+
+@dataclass(frozen=True, eq=False)
+class TracedBackward:
+    """Target of a graph node `(inputs, outputs, saved) -> outputs` with a gradient of its own.
+
+    Attributes:
+        backward: graph of the gradients of `inputs`, a function of the cotangents of `outputs` and
+            of `saved`.
+        once: True if the backward is not differentiable.
+    """
+
+    backward: fx.GraphModule
+    once: bool
+    __name__ = "custom_gradient"
+
+    def __call__(self, inputs: Any, outputs: Any, saved: Any) -> NoReturn:
+        """Raise: the node is planned, it does not run."""
+        raise AssertionError("a custom gradient is planned, it does not run")
+
+    def backward_of(self, indices: Sequence[int]) -> tuple[fx.GraphModule, list[int]]:
+        """Return the graph of the gradients of some inputs, and the indices of `saved` it reads."""
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        gradients = graph.graph_copy(self.backward.graph, copies)
+        assert isinstance(gradients, tuple)
+        graph.output(tuple(gradients[index] for index in indices))
+        graph.eliminate_dead_code(is_impure_node=has_effects)
+        saved = [node for node in graph.nodes if node.op == "placeholder"]
+        saved = [node for node in saved if node.meta["saved"] is not None]
+        kept = [node.meta["saved"] for node in saved if node.users]
+        for node in saved:
+            if not node.users:
+                graph.erase_node(node)
+        return fx.GraphModule(self.backward, graph), kept
+
+
+def extract_backwards(graph: fx.GraphModule, where: str) -> None:
+    """Move the operations of every custom backward into the `TracedBackward` of its node."""
+    for node in list(graph.graph.nodes):
+        if node.target is CUSTOM_GRADIENT:
+            _extract(graph, node)
+    graph.graph.eliminate_dead_code(is_impure_node=has_effects)
+    if any(node.target is COTANGENT for node in graph.graph.nodes):
+        fail(
+            where,
+            "a gradient that the backward of a custom autograd.Function keeps",
+            "a traced backward must only return its gradients",
+            "torch.autograd.grad(loss, x), which returns the gradient",
+        )
+
+
+def has_effects(node: fx.Node) -> bool:
+    """Return True for a node that dead-code elimination keeps."""
+    return node.op in ("placeholder", "output") or node.target is SET_GRAD_ENABLED
+
+
+def _extract(graph: fx.GraphModule, node: fx.Node) -> None:
+    """Replace the tying operation by a node of a `TracedBackward`."""
+    inputs, outputs, cotangents, gradients, once = cast(tuple[Any, ...], node.args)
+    copies: dict[fx.Node, fx.Node] = {}
+    backward = fx.Graph()
+    for cotangent in cotangents:
+        copies[cotangent] = _placeholder(backward, cotangent, None)
+    inside = _between(cotangents[0], node)
+    saved: list[fx.Node] = []
+    for member in _members(inside, gradients):
+        for operand in member.all_input_nodes if member in inside else [member]:
+            if operand not in inside and operand not in copies:
+                copies[operand] = _placeholder(backward, operand, len(saved))
+                saved.append(operand)
+        if member in inside and member not in copies:
+            copies[member] = backward.node_copy(member, copies.__getitem__)
+    backward.output(tuple(copies[gradient] for gradient in gradients))
+    target = TracedBackward(fx.GraphModule(graph, backward), once)
+    with graph.graph.inserting_before(node):
+        tied = graph.graph.call_function(target, (inputs, outputs, saved))
+    tied.meta.update(node.meta)
+    node.replace_all_uses_with(tied)
+    graph.graph.erase_node(node)
+    for member in inside:
+        if member.target is SET_GRAD_ENABLED:
+            graph.graph.erase_node(member)
+
+
+def _placeholder(graph: fx.Graph, node: fx.Node, saved: int | None) -> fx.Node:
+    placeholder = graph.placeholder(node.name)
+    placeholder.meta = {"val": node.meta.get("val"), "saved": saved}
+    return placeholder
+
+
+def _between(first: fx.Node, last: fx.Node) -> dict[fx.Node, None]:
+    """Return the nodes from `first` to `last`, without `last`, in order."""
+    nodes: dict[fx.Node, None] = {}
+    node = first
+    while node is not last:
+        nodes[node] = None
+        node = node.next
+    return nodes
+
+
+def _members(inside: dict[fx.Node, None], gradients: Sequence[fx.Node]) -> list[fx.Node]:
+    """Return the nodes that gradients depend on, and switches of the grad mode, in order."""
+    needed = set(gradients)
+    for node in reversed(inside):
+        if node in needed:
+            needed.update(node.all_input_nodes)
+    members = [x for x in inside if x in needed or x.target is SET_GRAD_ENABLED]
+    return [*members, *(x for x in gradients if x not in inside)]
+
+
+# -- while a function is traced -------------------------------------------------------------
+
+
+def has_own_backward(cls: Any) -> bool:
+    """Return True for a custom function, False for one of PyTorch around an operation."""
+    is_torch = cls.__module__.startswith("torch.") and not cls.__name__.startswith("Vmapped")
+    return cls is CHECKPOINT_FUNCTION or not is_torch
+
+
+def apply_traced(cls: Any, args: Sequence[Any], requires_grad: bool, where: str) -> Any:
+    """Return `cls.apply(*args)`; the graph that is being traced records the backward of `cls`.
+
+    Args:
+        cls: a custom `autograd.Function`.
+        args: its arguments.
+        requires_grad: True if gradients of the traced function's arguments are requested.
+        where: name of the traced function in errors.
+    """
+    if cls is CHECKPOINT_FUNCTION:
+        fail(
+            where,
+            "checkpoint(..., use_reentrant=True)",
+            "it runs backward for itself, where nothing is traced",
+            "checkpoint(..., use_reentrant=False)",
+        )
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        return _forward_and_backward(cls, ctx, args, requires_grad, where)
+
+    members = {"forward": staticmethod(forward), "setup_context": SingleLevelFunction.setup_context}
+    subclass: Any = type(cls.__name__, (cls,), {**members, "__module__": cls.__module__})
+    return super(SingleLevelFunction, subclass).apply(*args)
+
+
+def apply_in_transform(cls: Any, args: Sequence[Any], where: str) -> Any:
+    """Return `cls.apply(*args)` where a transform of `torch.func` is around the traced function.
+
+    The transform differentiates the graph, so that autograd need not record the call.
+    """
+    context = new_context(cls)
+    context.needs_input_grad = (False,) * len(args)
+    if torch.is_grad_enabled():
+        return _forward_and_backward(cls, context, args, True, where)
+    return _forward(cls, context, args, where)
+
+
+def _forward(cls: Any, ctx: Any, args: Sequence[Any], where: str) -> Any:
+    """Run the forward of a custom function in either style."""
+    name = f"{cls.__name__}.forward"
+    if cls.setup_context is SingleLevelFunction.setup_context:
+        return _run(name, where, cls.forward, ctx, *args)
+    result = _run(name, where, cls.forward, *args)
+    cls.setup_context(ctx, args, result)
+    return result
+
+
+def _forward_and_backward(
+    cls: Any, ctx: Any, args: Sequence[Any], requires_grad: bool, where: str
+) -> Any:
+    """Record a forward and its backward; with `requires_grad` every input may need a gradient."""
+    ctx.needs_input_grad = tuple(
+        isinstance(x, Tensor) and is_inexact(x) and (requires_grad or needs)
+        for x, needs in zip(args, ctx.needs_input_grad, strict=True)
+    )
+    # Recorded in the graph: autograd has disabled gradients already, which no graph shows.
+    torch.set_grad_enabled(False)
+    try:
+        result = _forward(cls, ctx, args, where)
+    finally:
+        torch.set_grad_enabled(True)
+    return _with_backward(cls, ctx, args, result, where)
+
+
+def _with_backward(cls: Any, ctx: Any, args: Sequence[Any], result: Any, where: str) -> Any:
+    """Return the result of a forward, tied to the backward that is recorded here."""
+    if ctx.dirty_tensors:
+        fail(
+            where,
+            f"{cls.__name__}.forward, which calls ctx.mark_dirty",
+            "a custom function that is traced must not write its inputs",
+            "y = x.clone(), write y, and return it",
+        )
+    outputs = result if isinstance(result, tuple) else (result,)
+    unmarked = {id(x) for x in ctx.non_differentiable or ()}
+    tied = [x for x in outputs if isinstance(x, Tensor) and is_inexact(x) and id(x) not in unmarked]
+    if not tied:
+        return result
+    cotangents = {id(x): COTANGENT(x) for x in tied}
+    saved = tuple(ctx.to_save or ())
+    context = type(cls.__name__, (type(ctx),), {"saved_tensors": saved})()
+    vars(context).update(vars(ctx))
+    context.needs_input_grad = ctx.needs_input_grad
+    gradients = _run(
+        f"{cls.__name__}.backward",
+        where,
+        context.apply,
+        *(
+            cotangents.get(id(x), torch.zeros_like(x)) if isinstance(x, Tensor) else None
+            for x in outputs
+        ),
+    )
+    gradients = gradients if isinstance(gradients, tuple) else (gradients,)
+    pairs = [
+        (x, _like(x, g))
+        for x, g, need in zip(args, gradients, ctx.needs_input_grad, strict=False)
+        if need and g is not None
+    ]
+    if not pairs:
+        return result
+    once = getattr(cls.backward, "__code__", None) is _ONCE
+    with DisableTorchFunction(), torch.no_grad():
+        results = CUSTOM_GRADIENT(
+            [x for x, _ in pairs],
+            tied,
+            [cotangents[id(x)] for x in tied],
+            [g for _, g in pairs],
+            once,
+        )
+    replaced = {id(x): y for x, y in zip(tied, results, strict=True)}
+    if saved:  # autograd knows an output by its identity
+        ctx.save_for_backward(*(replaced.get(id(x), x) for x in saved))
+    outputs = tuple(replaced.get(id(x), x) for x in outputs)
+    return outputs if isinstance(result, tuple) else outputs[0]
+
+
+_ONCE = once_differentiable(lambda ctx: None).__code__
+
+
+def _like(x: Tensor, gradient: Tensor) -> Tensor:
+    """Return a gradient in the shape and dtype of its tensor, as autograd does."""
+    if gradient.shape != x.shape:
+        gradient = gradient.sum_to_size(x.shape)
+    return gradient if gradient.dtype == x.dtype else gradient.to(x.dtype)
+
+
+def _run(name: str, where: str, fn: Any, *args: Any) -> Any:
+    """Call a part of a custom function; errors name it."""
+    try:
+        return fn(*args)
+    except ShardingError:
+        raise
+    except Exception as error:  # noqa: BLE001 - it is the user's function that ran
+        cause = one_line(error)
+        if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+            cause = f"{error.func} needs a tensor's values"
+        fail(
+            f"{where}{raise_line(error.__traceback__)}",
+            f"{name}: {cause}",
+            "the forward and the backward of a custom autograd.Function are traced as the "
+            "operations of PyTorch that they run",
+            "make a call of other code an operation: torch.library.custom_op, "
+            "register_autograd and fs.register_rule",
+        )

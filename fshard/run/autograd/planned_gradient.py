@@ -1,0 +1,99 @@
+"""Values of a forward pass whose backward pass runs a planned function."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from fshard._torch.autograd_state import UNSAFE_VIEW
+from fshard._torch.functorch import apply_function
+from fshard.program.program import Program
+from fshard.run.transports.base import backward_phase
+from fshard.run.transports.divergence_report import backward_label
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+class PlannedBackward(Protocol):
+    """Planned function of cotangents and saved tensors that returns gradients."""
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """Its programs."""
+        ...
+
+    def run(self, locals_: Sequence[Any]) -> list[Any]:
+        """Run on the arguments' locals, of one rank or tuples of all ranks."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OutputGradient:
+    """Gradient of outputs with respect to inputs, as a function of cotangents and saved tensors.
+
+    Attributes:
+        call: the function.
+        inputs: number of inputs.
+        outputs: number of outputs.
+        saved: for every saved tensor the index of the output that it is, None for another tensor.
+        once: True if the function is not differentiable.
+    """
+
+    call: PlannedBackward
+    inputs: int
+    outputs: int
+    saved: tuple[int | None, ...]
+    once: bool
+
+    def attach(self, values: Sequence[Any]) -> list[Any]:
+        """Return the outputs with this gradient.
+
+        Args:
+            values: the inputs, the outputs and the saved tensors that are not outputs, as locals of
+                one rank or as tuples of all ranks' locals.
+        """
+        n = None if isinstance(values[0], torch.Tensor) else len(values[0])
+        flat = values if n is None else [x for locals_ in values for x in locals_]
+        return _grouped(apply_function(_Attach, self, n, *flat), n)
+
+
+def _grouped(xs: Sequence[torch.Tensor], n: int | None) -> list[Any]:
+    """Return a list of values, in tuples if they are n ranks'."""
+    return list(xs) if n is None else [tuple(xs[i : i + n]) for i in range(0, len(xs), n)]
+
+
+class _Attach(torch.autograd.Function):
+    """Return outputs unchanged; backward runs the planned function."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(gradient: OutputGradient, n: int | None, *xs: torch.Tensor) -> Tensors:
+        first = gradient.inputs * (n or 1)
+        outputs = xs[first : first + gradient.outputs * (n or 1)]
+        return tuple(UNSAFE_VIEW(x, x.shape) for x in outputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
+        ctx.gradient, ctx.n, *xs = inputs
+        ctx.count, ctx.label = len(xs), backward_label()
+        outputs = _grouped(output, ctx.n)
+        others = iter(_grouped(xs, ctx.n)[ctx.gradient.inputs + ctx.gradient.outputs :])
+        saved = [next(others) if i is None else outputs[i] for i in ctx.gradient.saved]
+        ctx.save_for_backward(*(saved if ctx.n is None else [x for xs in saved for x in xs]))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        run = once_differentiable(_run_backward) if ctx.gradient.once else _run_backward
+        gradients = run(ctx, *grads)
+        return (None, None, *gradients, *[None] * (ctx.count - len(gradients)))
+
+
+def _run_backward(ctx: Any, *grads: torch.Tensor) -> Tensors:
+    with backward_phase(ctx.label):
+        gradients = ctx.gradient.call.run(_grouped((*grads, *ctx.saved_tensors), ctx.n))
+    return tuple(gradients if ctx.n is None else [x for xs in gradients for x in xs])

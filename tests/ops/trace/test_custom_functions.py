@@ -1,0 +1,183 @@
+"""Custom `autograd.Function`s in partitioned functions: forward and backward of one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fshard as fs
+from fshard import Mesh, P
+from tests.helpers.custom_functions import (
+    CUSTOM_FUNCTIONS,
+    DIFFERENTIABLE_TWICE,
+    Exp,
+    Relu,
+    Round,
+    exp,
+    exponential,
+    linear,
+    relu,
+    round_,
+)
+
+MESH = Mesh(dp=2, tp=2)
+LAYOUTS = [(P("dp"), P(None, "tp")), (P("tp", "dp"), P("dp")), (P(), P(("tp", "dp")))]
+
+
+def sample() -> Tensor:
+    return torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.mark.parametrize("fn", CUSTOM_FUNCTIONS, ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize("layouts", LAYOUTS, ids=str)
+def test_backward_of_custom_functions_equals_one_device(
+    fn: Callable[..., Tensor], layouts: tuple[P, P]
+) -> None:
+    torch.manual_seed(0)
+    inputs = sample(), sample()
+    values = fs.partition(fn, mesh=MESH, in_specs=layouts)(*inputs), fn(*inputs)
+    torch.testing.assert_close(*values)
+    weight = torch.randn_like(values[0])
+    for _ in range(1 + (fn in DIFFERENTIABLE_TWICE)):
+        grads, expected = (
+            torch.autograd.grad(
+                (y * weight).sum(), inputs, create_graph=True, materialize_grads=True
+            )
+            for y in values
+        )
+        torch.testing.assert_close(grads, expected)
+        values, weight = (torch.stack(grads).sin(), torch.stack(expected).sin()), torch.tensor(1.0)
+
+
+@pytest.mark.parametrize("requires_grad", [(True, False), (False, True), (False, False)])
+def test_gradients_that_are_not_requested_are_not_planned(requires_grad: tuple[bool, bool]) -> None:
+    x, w = (sample().detach().requires_grad_(needs) for needs in requires_grad)
+    part = fs.partition(lambda x, w: linear(x, w, None), mesh=MESH, in_specs=(P("dp"), P()))
+    y, expected = part(x, w), linear(x, w, None)
+    torch.testing.assert_close(y, expected)
+    inputs = [t for t in (x, w) if t.requires_grad]
+    assert y.requires_grad == bool(inputs)
+    if inputs:
+        grads, expected_grads = (torch.autograd.grad(v.sum(), inputs) for v in (y, expected))
+        torch.testing.assert_close(grads, expected_grads)
+    # The gradient of the replicated weight is summed over dp, that of x needs nothing.
+    assert part.trace(x, w).cost(backward=True).launches == requires_grad[1]
+
+
+def test_explain_shows_the_collectives_of_a_custom_backward() -> None:
+    mesh = Mesh(dp=2)
+    part = fs.partition(lambda x, w: linear(x, w, None), mesh=mesh, in_specs=(P("dp"), P()))
+    pairs = [
+        fs.shard(sample(), fs.Spec(mesh, p, shape=(4, 4), dtype=torch.float64))
+        for p in (P("dp"), P())
+    ]
+    rows = str(part.trace(*pairs)).splitlines()
+    index = next(i for i, row in enumerate(rows) if row.startswith("custom backward"))
+    assert rows[index + 1].split() == ["←", "all_reduce(dp)", "f64[4,4]", "128", "B"]
+    with fs.comm_log() as log:
+        torch.cat(part(*pairs).local).sum().backward()
+    assert log.forward.total_bytes == 0
+    assert log.backward.counts["all_reduce", "dp"] == 1
+
+
+CLOSED_OVER = sample()
+
+
+def test_closed_over_tensors_have_custom_gradients() -> None:
+    fn = lambda x: x @ round_(exp(CLOSED_OVER))  # noqa: E731
+    x = sample().detach()
+    part = fs.partition(fn, mesh=MESH, in_specs=P("dp"))
+    grads = [torch.autograd.grad(f(x).sin().sum(), CLOSED_OVER)[0] for f in (part, fn)]
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev])
+def test_transforms_around_custom_functions(transform: Callable[..., Any]) -> None:
+    inputs = sample().detach(), sample().detach()
+    part = fs.partition(lambda x, w: exp(x @ w).sum(), mesh=MESH, in_specs=LAYOUTS[0])
+    actual, expected = (
+        torch.vmap(transform(f), (0, None))(inputs[0][None], inputs[1])
+        for f in (part, lambda x, w: exponential(x, w).sum())
+    )
+    torch.testing.assert_close(actual, expected)
+
+
+def test_once_differentiable_backward_refuses_a_second_one() -> None:
+    x, weight = sample(), sample()
+    y = fs.partition(relu, mesh=MESH, in_specs=P("dp"))(x)
+    (grad,) = torch.autograd.grad((y * weight).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        grad.sum().backward()
+
+
+# -- refused ----------------------------------------------------------------------------------
+
+
+class ThroughNumpy(Round):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.from_numpy(x.detach().numpy() * 2)
+
+
+class ReadsGradient(Round):
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] if grads[0].sum() > 0 else -grads[0]
+
+
+class WritesInput(Round):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.add_(1)
+
+
+KEPT: list[Tensor] = []
+
+
+class KeepsGradient(Round):
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        KEPT.append(grads[0] * 2)
+        return grads[0]
+
+
+OPERATIONS = "the forward and the backward of a custom autograd.Function are traced as the"
+
+
+@pytest.mark.parametrize(
+    ("function", "cause", "rule"),
+    [
+        (ThroughNumpy, "ThroughNumpy.forward: RuntimeError: .numpy() is not supported", OPERATIONS),
+        (
+            ReadsGradient,
+            "ReadsGradient.backward: aten._local_scalar_dense.default needs a tensor's values",
+            OPERATIONS,
+        ),
+        (
+            WritesInput,
+            "WritesInput.forward, which calls ctx.mark_dirty",
+            "a custom function that is traced must not write its inputs",
+        ),
+        (KeepsGradient, "a result of mul is kept outside of the function", "the function is"),
+    ],
+)
+def test_custom_functions_that_cannot_be_traced_are_refused(
+    function: type[torch.autograd.Function], cause: str, rule: str
+) -> None:
+    apply = function.apply
+    part = fs.partition(lambda x: apply(x * 1), mesh=MESH, in_specs=P("dp"))
+    with pytest.raises(fs.ShardingError) as caught:
+        part(sample())
+    where, given, stated, _ = str(caught.value).splitlines()
+    assert where.startswith("fs.partition(<lambda>)")
+    assert given.startswith(f"  given: {cause}")
+    assert stated.startswith(f"  rule:  {rule}")
+    KEPT.clear()
+    assert "apply" not in vars(torch.autograd.Function.__base__)
+    assert Exp.apply(sample()).requires_grad
+    assert Relu.apply(sample()).requires_grad
