@@ -1,4 +1,4 @@
-"""Signatures of public functions as `help()` shows them."""
+"""Signatures of public functions as `help()` shows them, and the boundary of their errors."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from collections.abc import Iterable
 from types import FunctionType, UnionType
 from typing import Any, NewType
 
+from fshard._util.tracebacks import boundary
+
 
 def publish(namespace: dict[str, Any], names: Iterable[str]) -> None:
-    """Make signatures of public functions and classes readable.
+    """Make signatures of public functions and classes readable, and their errors short.
 
     Annotations become types in the place of the strings that `from __future__ import annotations`
     leaves, which `inspect.signature` would show. Public unions, `Step` for one, are shown by their
     name. The `__module__` of functions becomes the package's; classes keep theirs, by which
-    `inspect.getsource` and doctest find them.
+    `inspect.getsource` and doctest find them. Functions become those of `boundary`.
 
     Args:
         namespace: globals of the package.
@@ -35,6 +37,7 @@ def publish(namespace: dict[str, Any], names: Iterable[str]) -> None:
                 _resolve(member, vars(sys.modules[value.__module__]), unions)
             if isinstance(value, FunctionType):
                 value.__module__ = package
+                namespace[name] = boundary(value)
 
 
 def _resolve(value: Any, scope: dict[str, Any], unions: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from fshard._torch.dynamo import skip_frames_below
 from fshard._util.cache import BoundedDict
 from fshard._util.errors import fail
 from fshard._util.text import below, bytes_text, columns, time_text
+from fshard._util.tracebacks import hide_frames
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.sharded import Sharded
@@ -120,12 +121,16 @@ def apply(op: Any, /, *args: Any, **kwargs: Any) -> Any:
     >>> y.spec, fs.unshard(y)[:, 0]
     (f32[4@dp,3]{unreduced: tp}, tensor([ 1.,  5.,  9., 13.]))
     """
-    options = take_options("fs.apply", op, kwargs, ("mode", "topology"))
-    if kwargs.get("mode") in MODES and str(getattr(op, "__module__", "")).startswith("torch"):
-        fail(f"fs.apply({name_of(op)})", f"mode={kwargs['mode']!r}",
-             f"mode is a parameter of {name_of(op)} itself; the option must go to fs.on_pairs",
-             f"fs.on_pairs({name_of(op)}, mode={kwargs['mode']!r})(...)")  # fmt: skip
-    return on_pairs(op, **options)(*args, **kwargs)
+    try:
+        options = take_options("fs.apply", op, kwargs, ("mode", "topology"))
+        if kwargs.get("mode") in MODES and str(getattr(op, "__module__", "")).startswith("torch"):
+            fail(f"fs.apply({name_of(op)})", f"mode={kwargs['mode']!r}",
+                 f"mode is a parameter of {name_of(op)} itself; the option must go to fs.on_pairs",
+                 f"fs.on_pairs({name_of(op)}, mode={kwargs['mode']!r})(...)")  # fmt: skip
+        return on_pairs(op, **options)(*args, **kwargs)
+    except Exception as error:
+        hide_frames(error)
+        raise
 
 
 def _auto(op: Any) -> str:
@@ -138,24 +143,28 @@ def _auto(op: Any) -> str:
 @skip_frames_below(OUTSIDE_OF_GRAPHS)
 def _apply(op: Any, mode: str, topology: Topology | None, /, *args: Any, **kwargs: Any) -> Any:
     """Run an operation on pairs."""
-    refuse_autocast(f"fs.apply({name_of(op)})")
-    placed, keywords, mesh, simulated = _as_pairs(op, args, read_arguments(op, kwargs))
-    pairs = instances_in((*placed, *keywords.values()), Sharded)
-    grad = torch.is_grad_enabled() and any(map(requires_grad, pairs))
-    specs, named = map_call(placed, keywords, Sharded, lambda pair: pair.spec)
-    if is_composite(op, specs, named):
-        return _apply_partitioned(op, op, specs, named, pairs, mode, topology)
-    strategy = strategy_for(op, specs, named, topology, grad)
-    if not strategy.is_local and mode == "explicit":
-        local = local_strategy_for(op, specs, named, topology, grad)
-        strategy = local or _refuse_communication(op, strategy)
-    elif not strategy.is_local and decomposition_of(strategy.call.op) is not None:
-        return _apply_partitioned(op, strategy.call.op, specs, named, pairs, mode, topology)
-    locals_ = [
-        pair.local if prog.src == prog.dst else prog(pair.local)
-        for pair, prog in zip(pairs, strategy.programs, strict=True)
-    ]
-    return _run(strategy, mesh, simulated, locals_, placed, keywords)
+    try:
+        refuse_autocast(f"fs.apply({name_of(op)})")
+        placed, keywords, mesh, simulated = _as_pairs(op, args, read_arguments(op, kwargs))
+        pairs = instances_in((*placed, *keywords.values()), Sharded)
+        grad = torch.is_grad_enabled() and any(map(requires_grad, pairs))
+        specs, named = map_call(placed, keywords, Sharded, lambda pair: pair.spec)
+        if is_composite(op, specs, named):
+            return _apply_partitioned(op, op, specs, named, pairs, mode, topology)
+        strategy = strategy_for(op, specs, named, topology, grad)
+        if not strategy.is_local and mode == "explicit":
+            local = local_strategy_for(op, specs, named, topology, grad)
+            strategy = local or _refuse_communication(op, strategy)
+        elif not strategy.is_local and decomposition_of(strategy.call.op) is not None:
+            return _apply_partitioned(op, strategy.call.op, specs, named, pairs, mode, topology)
+        locals_ = [
+            pair.local if prog.src == prog.dst else prog(pair.local)
+            for pair, prog in zip(pairs, strategy.programs, strict=True)
+        ]
+        return _run(strategy, mesh, simulated, locals_, placed, keywords)
+    except Exception as error:
+        hide_frames(error)
+        raise
 
 
 def _as_pairs(
@@ -183,7 +192,7 @@ def _as_pairs(
         if isinstance(arg, torch.Tensor):
             spec = Spec(mesh, PartitionSpec(), shape=arg.shape, dtype=arg.dtype)
             return Sharded(replicate_shards(arg, mesh.size) if simulated else arg, spec)
-        local = check_tuple(arg.local, arg.mesh, "fs.apply") if simulated else arg.local
+        local = check_tuple(arg.local, arg.spec.mesh, "fs.apply") if simulated else arg.local
         return Sharded(local, arg.spec)
 
     return (*map_call(placed, named, (Sharded, torch.Tensor), as_checked), mesh, simulated)

@@ -13,6 +13,7 @@ from fshard._torch.dynamo import skip_frames_below
 from fshard._util.cache import BoundedDict
 from fshard._util.errors import Problem, ShardingError, fail, raise_if
 from fshard._util.text import plural
+from fshard._util.tracebacks import hide_frames
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.sharded import Sharded
@@ -99,28 +100,32 @@ class Partition:
     @skip_frames_below(OUTSIDE_OF_GRAPHS)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function: pairs in, pairs out; global tensors in, global tensors out."""
-        if kwargs:
-            args = arguments.to_positional(self.fn, args, kwargs, self.where)
-        leaves, (call, specs) = self._lookup(args, runs=True)
-        has_pairs, locals_ = False, []
-        for leaf, spec in zip(leaves, specs, strict=True):
-            if spec is None:
-                continue
-            if isinstance(leaf, Sharded):
-                has_pairs = True
-                locals_.append(leaf.local)
-            else:
-                locals_.append(shard(leaf, spec).local)
-        if call.written:
-            call.check_disjoint(arguments.tensor_leaves(leaves, specs), self.where)
-        results = call.run(locals_)
-        if call.written:
-            call.write_global_tensors(arguments.tensor_leaves(leaves, specs), locals_)
-        for index, spec in enumerate(call.out_specs):
-            if spec is not None:
-                pair = Sharded(results[index], spec)
-                results[index] = pair if has_pairs else unshard(pair)
-        return unflatten(call._tree, results)
+        try:
+            if kwargs:
+                args = arguments.to_positional(self.fn, args, kwargs, self.where)
+            leaves, (call, specs) = self._lookup(args, runs=True)
+            has_pairs, locals_ = False, []
+            for leaf, spec in zip(leaves, specs, strict=True):
+                if spec is None:
+                    continue
+                if isinstance(leaf, Sharded):
+                    has_pairs = True
+                    locals_.append(leaf.local)
+                else:
+                    locals_.append(shard(leaf, spec).local)
+            if call.written:
+                call.check_disjoint(arguments.tensor_leaves(leaves, specs), self.where)
+            results = call.run(locals_)
+            if call.written:
+                call.write_global_tensors(arguments.tensor_leaves(leaves, specs), locals_)
+            for index, spec in enumerate(call.out_specs):
+                if spec is not None:
+                    pair = Sharded(results[index], spec)
+                    results[index] = pair if has_pairs else unshard(pair)
+            return unflatten(call._tree, results)
+        except Exception as error:
+            hide_frames(error)
+            raise
 
     @skip_frames_below(OUTSIDE_OF_GRAPHS)
     def trace(self, *args: Any, **kwargs: Any) -> PartitionedCall:

@@ -12,6 +12,7 @@ import torch
 from fshard._util.errors import Problem, ShardingError, fail, raise_if
 from fshard._util.hooks import Hook
 from fshard._util.text import below, columns, folded
+from fshard._util.tracebacks import hide_frames
 from fshard.layout.partition_spec import LINEAR
 from fshard.layout.spec import DTYPE_NAMES, Spec, mimebundle_hook
 from fshard.program.cost.model import Cost, step_time
@@ -295,7 +296,11 @@ class Program:
         >>> fs.Program(src, (fs.AllGather("x", 0),))((torch.zeros(2), torch.ones(2)))
         (tensor([0., 0., 1., 1.]), tensor([0., 0., 1., 1.]))
         """
-        return run_program_hook.call(self, local, async_op=async_op)
+        try:
+            return run_program_hook.call(self, local, async_op=async_op)
+        except Exception as error:
+            hide_frames(error)
+            raise
 
     # -- text -------------------------------------------------------------------------
 

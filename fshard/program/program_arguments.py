@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any, get_args
 
 import torch
 
-from fshard._util.errors import Problem, ShardingError, fail, raise_if
+from fshard._util.errors import Problem, ShardingError, did_you_mean, fail, raise_if
 from fshard.layout.mesh import Mesh
 from fshard.layout.spec import Spec
 from fshard.program.cost.topology import Topology
@@ -31,8 +32,45 @@ def as_topology(
         fail(where, f"topology {topology!r}", "topology must be a Topology",
              "fs.Topology.node(), fs.Topology.cluster(8) or fs.Topology.of({...})")  # fmt: skip
     if topology is not None and topology.links and (known := tuple(meshes)):
-        raise_if(where, topology.link_problems(known))
+        raise_if(where, link_problems(topology, known))
     return topology or default or Topology.node()
+
+
+def link_problems(topology: Topology, meshes: Sequence[Mesh]) -> list[Problem]:
+    """Return a problem for each link of an unknown axis, if an axis of `meshes` has no link.
+
+    A topology may have links of further axes: those of a mesh that these meshes are part of.
+
+    >>> import fshard as fs
+    >>> typo = fs.Topology.of({"tq": fs.Link(latency=20e-6, bandwidth=1e9)})
+    >>> print(*link_problems(typo, [fs.Mesh(dp=2, tp=2)]))
+      given: a link of axis 'tq' for Mesh(dp=2, tp=2), which has no link for dp, tp
+      rule:  the axes of links must be among dp, tp
+      fix:   did you mean 'tp'?
+    """
+    linked = [name for name, _ in topology.links]
+    sizes = {axis: size for mesh in meshes for axis, size in mesh.shape.items()}
+    without = [axis for axis, size in sizes.items() if size > 1 and not _is_related(axis, linked)]
+    unknown = [name for name in linked if without and not _is_related(name, sizes)]
+    names, known = " and ".join(map(str, dict.fromkeys(meshes))), ", ".join(sizes)
+    return [
+        Problem(
+            f"a link of axis {name!r} for {names}, which has no link for {', '.join(without)}",
+            f"the axes of links must be among {known}",
+            did_you_mean(name, without, f"links of {known} alone"),
+        )
+        for name in unknown
+    ]
+
+
+def _is_related(axis: str, others: Iterable[str]) -> bool:
+    """Return True if an axis is one of `others`, a part of one (`x_1` of `x`), or has one."""
+    return any(_is_part(axis, other) or _is_part(other, axis) for other in others)
+
+
+def _is_part(axis: str, other: str) -> bool:
+    rest = axis.removeprefix(other)
+    return axis.startswith(other) and re.fullmatch(r"(_\d+)*", rest) is not None
 
 
 def can_carry(wire: object, dtype: torch.dtype) -> bool:

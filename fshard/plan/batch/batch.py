@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from fshard._util.errors import Problem, ShardingError, raise_if
 from fshard._util.hooks import Hook
 from fshard._util.text import below, columns, folded, plural
+from fshard._util.tracebacks import hide_frames
 from fshard.layout.mesh import Mesh
 from fshard.layout.spec import mimebundle_hook
 from fshard.layout.tree import TreeDef, flatten, paths, unflatten
@@ -214,7 +215,11 @@ class Batch:
         Raises:
             ShardingError: If locals do not fit their specs; it names every such leaf.
         """
-        return run_batch_hook.call(self, locals, async_op=async_op)
+        try:
+            return run_batch_hook.call(self, locals, async_op=async_op)
+        except Exception as error:
+            hide_frames(error)
+            raise
 
     # -- text -------------------------------------------------------------------------
 

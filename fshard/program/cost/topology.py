@@ -11,13 +11,13 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fshard._util.errors import Problem, ShardingError, did_you_mean, fail, raise_if
+from fshard._util.errors import Problem, ShardingError, fail, raise_if
 from fshard._util.text import rate_text, time_text
 from fshard.layout.mesh import Axes, Mesh, as_axes
 
@@ -308,37 +308,6 @@ class Topology:
         """
         return _between(self, mesh, other)
 
-    def link_problems(self, meshes: Iterable[Mesh]) -> list[Problem]:
-        """Return a problem for each link of an unknown axis, if an axis of `meshes` has no link.
-
-        A topology may have links of further axes: those of a mesh that these meshes are part of.
-
-        >>> import fshard as fs
-        >>> typo = fs.Topology.of({"tq": fs.Link(latency=20e-6, bandwidth=1e9)})
-        >>> print(*typo.link_problems([fs.Mesh(dp=2, tp=2)]))
-          given: a link of axis 'tq' for Mesh(dp=2, tp=2), which has no link for dp, tp
-          rule:  the axes of links must be among dp, tp
-          fix:   did you mean 'tp'?
-        """
-        sizes = {axis: size for mesh in meshes for axis, size in mesh.shape.items()}
-        without = [axis for axis, size in sizes.items() if size > 1 and not self._has_link(axis)]
-        if not self.links or not without:
-            return []
-        names, known = " and ".join(map(str, dict.fromkeys(meshes))), ", ".join(sizes)
-        return [
-            Problem(
-                f"a link of axis {name!r} for {names}, which has no link for {', '.join(without)}",
-                f"the axes of links must be among {known}",
-                did_you_mean(name, without, f"links of {known} alone"),
-            )
-            for name, _ in self.links
-            if not any(_is_part(name, axis) or _is_part(axis, name) for axis in sizes)
-        ]
-
-    def _has_link(self, axis: str) -> bool:
-        """Return True if an axis, or a part of it, has a link of its own."""
-        return any(_is_part(name, axis) or _is_part(axis, name) for name, _ in self.links)
-
     # -- files ------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -407,7 +376,6 @@ def _machine(name: str, size: int, *, nvlink: float, network: float, memory: flo
 
 T = TypeVar("T")
 ENDS = ("inner", "outer")
-PART_SUFFIX = frozenset("_0123456789")
 REWRITE = "write it again with topology.save(path)"
 
 
@@ -470,12 +438,6 @@ def _own_link(links: Mapping[str, Link], axis: str) -> Link | None:
         if not mark or not number.isdigit():
             return None
     return links[axis]
-
-
-def _is_part(axis: str, other: str) -> bool:
-    """Return True for `x_0` or `x_1_0` and `x`, or for one axis twice."""
-    rest = axis.removeprefix(other)
-    return axis.startswith(other) and (not rest or (rest[0] == "_" and set(rest) <= PART_SUFFIX))
 
 
 @lru_cache(maxsize=1024)

@@ -9,32 +9,27 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple
 
 import torch
 
-from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import ShardingError
 from fshard._util.text import one_line
+from fshard._util.tracebacks import is_users
 from fshard.layout.mesh import Mesh
 from fshard.run.transports.base import CHECKED, LABEL, Group, Label, current_transport, is_simulated
 
 Fingerprint = tuple[object, ...]
 """A label, the transport's method, and its arguments."""
 
-PACKAGES = frozenset(("fshard", "torch", "threading", "optree", "contextlib", "functools"))
-TYPED = ("<stdin>", "<python-input", "<ipython-input")
-"""File names of code typed at a prompt; other code without a file is generated."""
-
 
 # -- source lines ----------------------------------------------------------------------------
 
 
 def user_frame(frame: FrameType | None) -> FrameType | None:
-    """Return the innermost frame, from `frame` outwards, that is not in a package of `PACKAGES`."""
-    while frame is not None and not _is_users(frame):
+    """Return the innermost frame, from `frame` outwards, that is the user's."""
+    while frame is not None and not is_users(frame):
         frame = frame.f_back
     return frame
 
@@ -51,16 +46,6 @@ def _position(frame: FrameType, line: int | None) -> str:
     shell = None if ipython is None else ipython.get_ipython()
     cell = None if shell is None else shell.compile.format_code_name(file)
     return f"{file}:{line}" if cell is None else f"{' '.join(cell)}, line {line}"
-
-
-def _is_users(frame: FrameType) -> bool:
-    return _is_users_file(frame.f_globals.get("__name__", ""), frame.f_code.co_filename)
-
-
-@lru_cache(maxsize=CACHE_SIZE)
-def _is_users_file(module: str, file: str) -> bool:
-    package = module.partition(".")[0]
-    return package not in PACKAGES and (not file.startswith("<") or file.startswith(TYPED))
 
 
 def user_line(thread: int | None, label: object) -> str:
@@ -95,7 +80,7 @@ def raise_line(traceback: TracebackType | None) -> str:
     """Return ` at file:line` of the user's line that raised, or ""."""
     position = ""
     while traceback is not None:
-        if _is_users(traceback.tb_frame):
+        if is_users(traceback.tb_frame):
             position = f" at {_position(traceback.tb_frame, traceback.tb_lineno)}"
         traceback = traceback.tb_next
     return position

@@ -23,6 +23,7 @@ import torch
 from fshard._torch.functorch import is_transformed
 from fshard._util.cache import CACHE_SIZE, BoundedDict
 from fshard._util.errors import fail
+from fshard._util.tracebacks import hide_frames
 from fshard.layout.tree import flatten, unflatten
 from fshard.plan.batch.coalesce import launch_keys
 from fshard.program.program import Program
@@ -120,16 +121,20 @@ def collective(
     def run(x: Tree, /, *args: Options.args, **kwargs: Options.kwargs) -> Tree:
         if torch.compiler.is_compiling():
             return node(x, *args, **kwargs)
-        bound = current_axes()
-        key = _plan_key(make_plan, args, kwargs, bound)
-        value: Any = x
-        if key is not None and type(value) in TENSOR_TYPES:
-            recorded = _recording(key, make_plan, value, args, kwargs, bound)
-            if recorded is not None:
-                needs_grad = value.requires_grad and torch.is_grad_enabled()
-                result: Any = replay(recorded, value) if needs_grad else recorded.run(value)
-                return result  # type: ignore[no-any-return]
-        return launch_collective(_cached_plan(key, make_plan, args, kwargs), x)()
+        try:
+            bound = current_axes()
+            key = _plan_key(make_plan, args, kwargs, bound)
+            value: Any = x
+            if key is not None and type(value) in TENSOR_TYPES:
+                recorded = _recording(key, make_plan, value, args, kwargs, bound)
+                if recorded is not None:
+                    needs_grad = value.requires_grad and torch.is_grad_enabled()
+                    result: Any = replay(recorded, value) if needs_grad else recorded.run(value)
+                    return result  # type: ignore[no-any-return]
+            return launch_collective(_cached_plan(key, make_plan, args, kwargs), x)()
+        except Exception as error:
+            hide_frames(error)
+            raise
 
     tree = inspect.Parameter("x", inspect.Parameter.POSITIONAL_ONLY, annotation=Tree)  # type: ignore[misc]
     parameters = [
@@ -274,6 +279,8 @@ def _recording(
     """
     transport = direct_transport()
     if transport is None or is_transformed() or (bound is not None and bound.tracker is not None):
+        return None
+    if x.layout is not torch.strided or x.is_conj() or x.is_neg():
         return None
     needs_grad = x.requires_grad and torch.is_grad_enabled()
     key = (

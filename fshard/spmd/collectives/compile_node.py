@@ -15,6 +15,7 @@ import torch
 
 from fshard._torch.dynamo import call_while_tracing, one_node, tree_flatten, tree_unflatten
 from fshard._util.errors import fail
+from fshard._util.tracebacks import hide_frames
 from fshard.layout.mesh import Mesh
 from fshard.run.transports.base import current_transport, is_simulated
 from fshard.spmd.axis_env import COMPILE_MESH
@@ -29,11 +30,16 @@ def as_node(fn: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
 
     @functools.wraps(fn)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            node.create()
+            options = _split_options(kwargs)
+            result: Result = node.created[0](args, *options, _mesh_key(COMPILE_MESH[0]))
+            return result
+        try:
             return fn(*args, **kwargs)
-        node.create()
-        result: Result = node.created[0](args, *_split_options(kwargs), _mesh_key(COMPILE_MESH[0]))
-        return result
+        except Exception as error:
+            hide_frames(error)
+            raise
 
     return call
 
@@ -46,7 +52,11 @@ def tree_as_node(fn: Callable[Arguments, Result]) -> Callable[Arguments, Result]
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         if torch.compiler.is_compiling():
             return node(*args, **kwargs)
-        return fn(*args, **kwargs)
+        try:
+            return fn(*args, **kwargs)
+        except Exception as error:
+            hide_frames(error)
+            raise
 
     return call
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from fshard._util.tracebacks import runs_users_operation
 from fshard.layout.tree import tensors_in
 from fshard.spmd.tracking.inner_autograd import (
     patched_entry_points,
@@ -54,6 +55,7 @@ class TypeTrackingMode(TorchFunctionMode):
         super().__init__()
         self.tracker = tracker
 
+    @runs_users_operation
     def __torch_function__(
         self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
@@ -118,6 +120,7 @@ def _writes(kwargs: Kwargs) -> bool:
     return kwargs.get("out") is not None or bool(kwargs.get("inplace"))
 
 
+@runs_users_operation
 def _run_special(tracker: Tracker, func: Any, effect: OpEffect, args: Args, kwargs: Kwargs) -> Any:
     """Run a call with other effects than a result computed from its operands."""
     if _writes(kwargs) and effect.action in (Action.OP, Action.READS_VALUE):
@@ -178,6 +181,7 @@ def _run_special(tracker: Tracker, func: Any, effect: OpEffect, args: Args, kwar
 # -- results ------------------------------------------------------------------------------
 
 
+@runs_users_operation
 def _run_op(
     tracker: Tracker,
     func: Any,

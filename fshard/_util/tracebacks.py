@@ -1,0 +1,125 @@
+"""Tracebacks without the library's frames: an error ends at the user's line.
+
+A public function catches what it raises, calls `hide_frames` and raises again with a bare `raise`,
+which adds no entry of its own. Functions that are called often have this in their body, and
+`publish` wraps the others. With `FSHARD_TRACEBACK=full` in the environment nothing is hidden.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from types import CodeType, FrameType, TracebackType
+from typing import Any, TypeVar
+
+from fshard._util.cache import CACHE_SIZE
+from fshard._util.errors import ShardingError
+
+LIBRARY = "fshard"
+PACKAGES = frozenset((LIBRARY, "torch", "threading", "optree", "contextlib", "functools"))
+"""Packages whose frames are not the user's."""
+TYPED = ("<stdin>", "<python-input", "<ipython-input")
+"""File names of code typed at a prompt; other code without a file is generated."""
+
+
+_FOR_USER: set[CodeType] = set()
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def runs_users_operation(fn: F) -> F:
+    """Mark a function that runs an operation of the user, whose errors it raises (a decorator)."""
+    _FOR_USER.add(fn.__code__)
+    return fn
+
+
+def is_users(frame: FrameType) -> bool:
+    """Return True for a frame of a file that is in none of `PACKAGES`."""
+    return _is_users_file(_module(frame), frame.f_code.co_filename)
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+@lru_cache(maxsize=CACHE_SIZE)
+def _is_users_file(module: str, file: str) -> bool:
+    package = module.partition(".")[0]
+    return package not in PACKAGES and (not file.startswith("<") or file.startswith(TYPED))
+
+
+def hide_frames(error: BaseException) -> None:
+    """Remove the library's frames from the tracebacks of an error, its causes and its contexts.
+
+    Frames of PyTorch that the library called are removed too. An error that the library's code
+    raises without being a `ShardingError` is a bug of the library, and keeps all frames.
+    """
+    if os.environ.get("FSHARD_TRACEBACK") == "full":
+        return
+    seen: set[int] = set()
+    todo: list[BaseException | None] = [error]
+    while todo:
+        link = todo.pop()
+        if link is None or id(link) in seen:
+            continue
+        seen.add(id(link))
+        todo += (link.__cause__, link.__context__)
+        link.__traceback__ = _without_library(link.__traceback__, isinstance(link, ShardingError))
+        context = link.__context__
+        if isinstance(link, ShardingError) and context is not None:
+            # An error that the library translated has no line of the user.
+            users = (is_users(entry.tb_frame) for entry in _entries(context.__traceback__))
+            link.__suppress_context__ |= not any(users)
+
+
+def _is_bug(frame: FrameType) -> bool:
+    """Return True if an error that a frame raised, not a `ShardingError`, is the library's bug."""
+    return _module(frame).partition(".")[0] == LIBRARY and frame.f_code not in _FOR_USER
+
+
+def _entries(traceback: TracebackType | None) -> Iterator[TracebackType]:
+    while traceback is not None:
+        yield traceback
+        traceback = traceback.tb_next
+
+
+def _without_library(traceback: TracebackType | None, ours: bool) -> TracebackType | None:
+    entries = list(_entries(traceback))
+    if not ours and entries and _is_bug(entries[-1].tb_frame):
+        return traceback
+    kept: list[TracebackType] = []
+    below_library = False
+    for entry in entries:
+        if is_users(entry.tb_frame):
+            below_library = False
+        elif _module(entry.tb_frame).partition(".")[0] == LIBRARY:
+            below_library = True
+        if not below_library:
+            kept.append(entry)
+    while ours and kept and not is_users(kept[-1].tb_frame):
+        kept.pop()
+    first = None
+    for entry in reversed(kept):
+        entry.tb_next, first = first, entry
+    return first
+
+
+def boundary(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a public function whose errors have no frames of the library.
+
+    A function that calls `hide_frames` itself is returned unchanged.
+    """
+    if "hide_frames" in fn.__code__.co_names:
+        return fn
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return fn(*args, **kwargs)
+        except Exception as error:
+            hide_frames(error)
+            raise
+
+    return call
