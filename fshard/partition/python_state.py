@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter, call, eq, is_, methodcaller
+from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -73,19 +74,37 @@ class PythonState:
     def __init__(self, function: Any) -> None:
         self.function, self.names = function, ALWAYS_NAMED
         self.walk: _Walk | None = None
+        self.logs: dict[int, Any] = {}
 
     def key(self) -> StateKey:
         """Return the key of the current state; equal states have equal keys."""
         walk = self.walk
         if walk is None or not walk.is_current():
-            walk = _Walk(self.names)
+            walk = _Walk(self.names, self.logs)
             walk.visit_all(self.function)
             while walk.names != self.names:  # names of code that the walk met last
                 self.names = frozenset(walk.names)
-                walk = _Walk(self.names)
+                walk = _Walk(self.names, self.logs)
                 walk.visit_all(self.function)
             self.walk = walk
         return walk.key
+
+    def ignore_logs(self) -> bool:
+        """Ignore the lists, dicts and sets that a trace has just grown, as logs and memos.
+
+        Returns:
+            True if there are such, and the rest of the state is unchanged.
+        """
+        walk = self.walk
+        if walk is None or walk.is_current():
+            return False
+        logs = {id(x): x for x, size in walk.containers if len(x) > size}
+        self.logs.update(logs)
+        return bool(logs) and all(
+            reader(argument) is value
+            for reader, argument, value in walk.reads
+            if id(argument) not in logs and id(getattr(reader, "__self__", None)) not in logs
+        )
 
 
 class _Walk:
@@ -94,8 +113,10 @@ class _Walk:
     Objects are visited in an order that depends on the state alone.
     """
 
-    def __init__(self, names: frozenset[str]) -> None:
-        self.filter, self.names = names, set(names)
+    def __init__(self, names: frozenset[str], logs: dict[int, Any]) -> None:
+        self.filter, self.names, self.logs = names, set(names), logs
+        self.weak: set[int] = set()
+        self.containers: list[tuple[Any, int]] = []
         self.todo: list[Any] = []
         self.seen: dict[int, int] = {}
         self.objects: list[Any] = []
@@ -153,8 +174,11 @@ class _Walk:
             self.items.append(self.seen[id(value)])
             return
         self.seen[id(value)] = -1 - len(self.seen)
-        self.objects.append(value)
+        if id(value) not in self.weak:
+            self.objects.append(value)
         self.items.append(type(value))
+        if id(value) in self.logs:
+            return
         if isinstance(value, torch.Tensor):
             self.items.append(id(value))
             self.compare(meta_getter, value)
@@ -166,6 +190,7 @@ class _Walk:
             self.items.append(len(value))
             self.todo += value[:MAX_ITEMS]
         elif isinstance(value, set | frozenset):
+            self.containers.append((value, len(value)))
             self.read_size(value)
             self.items.append(frozenset(value) if len(value) <= MAX_ITEMS else None)
         elif isinstance(value, FunctionType):
@@ -175,7 +200,12 @@ class _Walk:
         elif isinstance(value, functools.partial):
             self.todo += (value.func, value.args, value.keywords)
         elif isinstance(value, weakref.ref):
-            self.todo.append(value())
+            target: Any = value()
+            if isinstance(target, MethodType):
+                self.todo.append(target.__func__)
+                target = target.__self__
+            self.weak.add(id(target))
+            self.todo.append(target)
         elif isinstance(value, staticmethod | classmethod):
             self.todo.append(value.__func__)
         elif isinstance(value, property):
@@ -193,6 +223,7 @@ class _Walk:
     def read_items(self, container: Any, keys: Any) -> None:
         """Read the items of a dict or a sequence, unless there are too many."""
         self.items.append(len(container))
+        self.containers.append((container, len(container)))
         self.read_size(container)
         if len(container) <= MAX_ITEMS:
             for key in [*keys]:
@@ -209,8 +240,11 @@ class _Walk:
         """Visit the code, defaults, cells and named globals of a function, and its attributes."""
         self.items.append(id(function.__code__))
         self.objects.append(function.__code__)
-        self.read(_defaults, function, function.__defaults__)
-        self.read(_keyword_defaults, function, function.__kwdefaults__)
+        if id(function) in self.weak:  # its reads must not keep it alive
+            self.todo += (function.__defaults__, function.__kwdefaults__)
+        else:
+            self.read(_defaults, function, function.__defaults__)
+            self.read(_keyword_defaults, function, function.__kwdefaults__)
         for cell in function.__closure__ or ():
             try:
                 contents = cell.cell_contents
@@ -251,16 +285,24 @@ class _Walk:
             for dictionary in state_dictionaries(value):
                 self.todo.append(dictionary)
         for name in _slots(type(value)):
-            if name in self.filter and hasattr(value, name):
+            if name in self.filter and hasattr(value, name) and id(value) not in self.weak:
                 self.read(attrgetter(name), value, getattr(value, name))
         if type(value).__module__ == "numpy" and getattr(value, "size", MAX_ITEMS) < MAX_ITEMS:
             self.compare(methodcaller("tobytes"), value)
         self.todo.append(type(value))
 
 
+@functools.lru_cache(maxsize=4096)
 def _is_library(name: str | None) -> bool:
-    """Return True for a module of Python, PyTorch or fshard, whose globals are not followed."""
-    return (name or "").partition(".")[0] in _LIBRARIES
+    """Return True for a module of Python or of an installed package, whose globals are not followed.
+
+    They are constants, and there are millions of them behind the names of a large package.
+    """
+    root = (name or "").partition(".")[0]
+    module = sys.modules.get(root)
+    paths = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]
+    installed = {part for path in paths if path for part in Path(path).parts}
+    return root in _LIBRARIES or not installed.isdisjoint(("site-packages", "dist-packages"))
 
 
 @functools.lru_cache(maxsize=4096)
