@@ -37,15 +37,15 @@ def unaliased_all(
 ) -> tuple[torch.Tensor, ...]:
     """Return all `ys`, those copied that share memory with an `x`."""
     with DisableTorchFunction():  # type tracking does not see it
-        used = {_data_address(x) for x in xs}
+        used = {data_address(x) for x in xs}
         used.discard(0)
-        shared = [_data_address(y) in used and y.numel() > 0 for y in ys]
+        shared = [data_address(y) in used and y.numel() > 0 for y in ys]
     if True not in shared:
         return tuple(ys)
     return tuple(y.clone() if is_shared else y for y, is_shared in zip(ys, shared, strict=True))
 
 
-def _data_address(x: torch.Tensor) -> int:
+def data_address(x: torch.Tensor) -> int:
     """Return the first address of a storage, through wrappers; 0 for a tensor without values."""
     while is_wrapped(x):
         x = get_unwrapped(x)

@@ -11,8 +11,8 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 __all__ = [
     "OpOverload", "OpOverloadPacket", "ScriptMethod", "TensorBase", "all_op_names", "builtin_of",
-    "qualified_name", "registered_schemas", "resolve_overload", "schema_of", "schema_or_none",
-    "torch_decomposition",
+    "is_query", "qualified_name", "registered_schemas", "resolve_overload", "schema_of",
+    "schema_or_none", "torch_decomposition",
 ]  # fmt: skip
 
 TensorBase = torch._C.TensorBase
@@ -31,6 +31,16 @@ builtin_of: Callable[[Any], Callable[..., Any]] = attrgetter("_op")
 def schema_or_none(target: Any) -> Any:
     """Return the schema of an `OpOverload`, None for any other target of a graph node."""
     return getattr(target, "_schema", None)
+
+
+def is_query(op: OpOverload[..., Any]) -> bool:
+    """Return True for an operator that returns values and no tensor: a device, a size, a number.
+
+    >>> is_query(torch.ops.prim.device.default), is_query(torch.ops.aten._foreach_add_.List)
+    (True, False)
+    """
+    returns = schema_of(op).returns
+    return bool(returns) and not any("Tensor" in str(result.type) for result in returns)
 
 
 def registered_schemas(name: str) -> list[Any]:

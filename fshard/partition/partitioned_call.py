@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fshard._torch.memory import data_address
 from fshard._util.errors import fail
 from fshard._util.hooks import Hook
 from fshard.layout.mesh import Mesh
@@ -147,11 +148,20 @@ class PartitionedCall:
                 for out, spec in zip(outputs, self.out_specs, strict=True)]  # fmt: skip
 
     def check_disjoint(self, tensors: Sequence[Any], where: str) -> None:
-        """Raise `ShardingError` if a tensor that is written shares memory with another one."""
+        """Raise `ShardingError` if a written tensor shares memory with another or a closure."""
+        closures = {
+            data_address(line.tensor) for line in self.lines if isinstance(line, ir.ClosureTensor)
+        } - {0}
         owners: dict[int, int] = {}
         for index in sorted(range(len(tensors)), key=lambda index: index not in self.written):
             for local in instances_in(tensors[index], torch.Tensor):
-                address = local.untyped_storage().data_ptr()
+                address = data_address(local)
+                if address in closures and index in self.written:
+                    fail(where, f"{self.names[index]}, which is written, in the memory of a tensor "
+                         "that the function closes over",
+                         "the function was traced for tensors that share no memory",
+                         "use the argument alone: torch.func.functional_call(module, params, args) "
+                         "in place of module(*args)")  # fmt: skip
                 owner = owners.setdefault(address, index) if address else index
                 if owner != index and owner in self.written:
                     fail(where, f"{self.names[index]} in the memory of "

@@ -23,6 +23,7 @@ from fshard._torch.autograd_state import graph_task_id
 from fshard._torch.fake_tensors import FakeTensor
 from fshard._torch.functorch import SingleLevelFunction, forward_ad_level, transform_level
 from fshard._torch.modes import TorchDispatchMode, function_modes
+from fshard._torch.operators import is_query
 from fshard._util.errors import fail
 from fshard.layout.tree import tensors_in
 from fshard.ops.core.builders import is_inexact
@@ -144,7 +145,9 @@ class SavedTensors(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        for x in tensors_in((args, kwargs or {})):
+        # Autograd asks a leaf for its device while it holds the mutex that `is_leaf` takes.
+        tensors = () if is_query(func) else tensors_in((args, kwargs or {}))
+        for x in tensors:
             node = _node_of(x) if x.requires_grad else None
             # A tensor that the function detaches has no gradient, or is a leaf of its own.
             is_saved = node in self.unpacked or not x.is_leaf

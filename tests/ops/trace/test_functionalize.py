@@ -440,3 +440,37 @@ def test_argument_in_the_memory_of_a_written_one_is_refused() -> None:
         "  fix:   give it a clone() of one of them"
     )
     assert part(x, x.clone()) == 8
+
+
+def test_written_argument_in_the_memory_of_a_closure_is_refused() -> None:
+    module = torch.nn.Linear(2, 2, bias=False)
+    params = {name: param.detach() for name, param in module.named_parameters()}
+
+    def step(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        p["weight"].mul_(2)
+        y: Tensor = module(x)
+        return y
+
+    part = fs.partition(step, mesh=MESH, params=P(), in_specs=(P("dp"),))
+    x = torch.ones(2, 2)
+    with pytest.raises(fs.ShardingError) as caught:
+        part(params, x)
+    assert str(caught.value) == (
+        "fs.partition(step)\n"
+        "  given: args[0]['weight'], which is written, in the memory of a tensor that the function "
+        "closes over\n"
+        "  rule:  the function was traced for tensors that share no memory\n"
+        "  fix:   use the argument alone: torch.func.functional_call(module, params, args) in "
+        "place of module(*args)"
+    )
+
+    def with_fix(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        p["weight"].mul_(2)
+        y: Tensor = torch.func.functional_call(module, p, (x,))
+        return y
+
+    copies = {name: param.clone() for name, param in params.items()}
+    part = fs.partition(with_fix, mesh=MESH, params=P(), in_specs=(P("dp"),))
+    torch.testing.assert_close(part(copies, x), with_fix(params, x))
+    copies = {name: param.clone() for name, param in params.items()}
+    fs.partition(step, mesh=MESH, params=P(), in_specs=(P("dp"),))(copies, x)

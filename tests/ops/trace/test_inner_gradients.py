@@ -333,6 +333,21 @@ def test_untraceable_calls_are_refused(fn: Callable[[Tensor], Tensor], refused: 
     assert CLOSED_OVER.grad is None
 
 
+def leaf_view(w: Tensor, x: Tensor) -> Tensor:
+    """Require the gradient of a view of data, as speech models do for gradient checkpoints."""
+    rows = x[:, None]
+    rows.requires_grad = True
+    return (rows @ w).sin().sum()
+
+
+def test_view_that_requires_grad_is_traced() -> None:
+    """Autograd holds the mutex of such a view while it asks the traced tensor for its device."""
+    w, x = sample(4, 4), sample(4, 4).detach()
+    part = fs.partition(leaf_view, mesh=MESH, in_specs=(P(), P("dp")))
+    grads = [torch.autograd.grad(fn(w, x), w)[0] for fn in (part, leaf_view)]
+    torch.testing.assert_close(*grads)
+
+
 def test_train_and_eval_of_a_module_are_noticed() -> None:
     module = torch.nn.BatchNorm1d(4).double()
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
