@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +23,7 @@ ROOT = Path(__file__).parent.parent.parent
 TRAIN_LM = ROOT / "examples" / "train_lm.py"
 DATA_PARALLEL = ROOT / "examples" / "data_parallel.py"
 PARTITION_GPT = ROOT / "examples" / "partition_gpt.py"
+PARTITION_LLAMA = ROOT / "examples" / "partition_llama.py"
 TINY = ["--steps", "3", "--batch", "4", "--length", "8", "--width", "16"]
 GRACE_SECONDS = 40
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "--no-python"]
@@ -171,6 +173,27 @@ def test_partition_gpt_agrees_with_one_device(
         assert re.search(r"^total +6 .* B +42 ", text, re.MULTILINE)
         (difference,) = re.findall(r"^Losses differ by at most (\S+)\.$", text, re.MULTILINE)
         assert float(difference) < 1e-12
+
+
+@pytest.mark.timeout(300)
+def test_partition_llama_agrees_with_one_device(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers", reason="the extra `models` is not installed")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of packages that transformers imports
+        assert load(PARTITION_LLAMA, monkeypatch).main(10) == 0
+    simulated = capsys.readouterr().out
+    launch = [sys.executable, *TORCHRUN, sys.executable, str(PARTITION_LLAMA), "10"]
+    on_ranks, _ = run(launch, 240)
+    first, last = losses(simulated)
+    assert last < 2.7 < 3.1 < first
+    assert losses(on_ranks) == pytest.approx([first, last], rel=0, abs=1e-5)
+    for text in (on_ranks, simulated):
+        # Megatron-LM's: one for attention and one for the MLP of each of two layers.
+        assert re.search(r"^all_reduce +tp +4 .* B +4 ", text, re.MULTILINE)
+        (difference,) = re.findall(r"^Losses differ by at most (\S+)\.$", text, re.MULTILINE)
+        assert float(difference) < 1e-5
 
 
 # -- in this process -------------------------------------------------------------------------

@@ -1,0 +1,1 @@
+"""Models of other packages, partitioned unchanged: `python -m tests.partition.models.table`."""
