@@ -7,12 +7,9 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch.amp import autocast_mode
 
 SET_GRAD_ENABLED = torch._C._set_grad_enabled
 """Target of the graph nodes that switch the grad mode."""
-ENTER_AUTOCAST = autocast_mode._enter_autocast
-"""Target of the graph nodes that enter `torch.autocast`."""
 
 is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id

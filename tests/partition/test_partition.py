@@ -262,11 +262,35 @@ def test_written_tensor_keeps_its_dtype() -> None:
     torch.testing.assert_close(*(torch.autograd.grad(y.sum(), x) for y in (actual, expected)))
 
 
-def test_autocast_is_refused() -> None:
-    def inside(x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return x @ x
+def without_autocast(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Compute in float32, as rotary embeddings do, with a write in place."""
+    with torch.autocast("cpu", enabled=False):
+        angles = (x.float() * 2).sin()
+    angles[0] = 0
+    return angles @ w
 
+
+def with_autocast(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        hidden = torch.nn.functional.linear(x, w).softmax(-1)
+        with torch.autocast("cpu", enabled=False):
+            scale = hidden.float().exp()
+        out: torch.Tensor = (scale @ w).float() + hidden
+        return out
+
+
+@pytest.mark.parametrize("fn", [without_autocast, with_autocast])
+def test_autocast_within_a_function_casts(fn: Callable[..., torch.Tensor]) -> None:
+    torch.manual_seed(0)
+    inputs = [torch.randn(4, 4, requires_grad=True) for _ in range(2)]
+    actual, expected = fs.partition(fn, mesh=MESH, in_specs=(P("dp"), P()))(*inputs), fn(*inputs)
+    tolerance = {"rtol": 0.02, "atol": 0.1} if fn is with_autocast else {}
+    torch.testing.assert_close(actual, expected, **tolerance)
+    grads, expected_grads = (torch.autograd.grad(y.sum(), inputs) for y in (actual, expected))
+    torch.testing.assert_close(grads, expected_grads, **tolerance)
+
+
+def test_autocast_around_a_call_is_refused() -> None:
     x = torch.ones(4, 4)
     part = fs.partition(lambda x: x @ x, mesh=MESH)
     part(x)
@@ -275,8 +299,6 @@ def test_autocast_is_refused() -> None:
         for run in (lambda: part(x), lambda: fs.apply(torch.matmul, pair, x)):
             with pytest.raises(fs.ShardingError, match="the dtype of every result is in its spec"):
                 run()
-    with pytest.raises(fs.ShardingError, match="the dtype of every result is in its spec"):
-        fs.partition(inside, mesh=MESH)(x)
 
 
 def on_empty_shards(case: str) -> Callable[[], list[torch.Tensor]]:

@@ -19,7 +19,7 @@ from torch.autograd import function
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import BackwardHook
 
-from fshard._torch.autograd_state import graph_task_id
+from fshard._torch.autograd_state import graph_task_id, is_any_autocast_enabled
 from fshard._torch.fake_tensors import FakeTensor
 from fshard._torch.functorch import SingleLevelFunction, forward_ad_level, transform_level
 from fshard._torch.modes import TorchDispatchMode, function_modes
@@ -41,7 +41,7 @@ AUTOGRAD_CALLS = {
 
 
 class TakesGradients(BaseException):
-    """Raised by a function that takes gradients or uses `vmap`: it is traced below autograd.
+    """Raised by a function that takes gradients, uses `vmap` or autocast: it is traced below.
 
     Not an `Exception`, since the function may catch those.
     """
@@ -94,7 +94,9 @@ class AboveAutograd(_TraceMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         self.refuse(func)
-        if func in AUTOGRAD_CALLS or any(map(gt, _levels(), self.levels)):
+        # The casts of autocast are operations below it, as gradients are.
+        is_above = any(map(gt, _levels(), self.levels)) or is_any_autocast_enabled()
+        if func in AUTOGRAD_CALLS or is_above:
             raise TakesGradients
         out = WITHOUT_READS.get(func, func)(*args, **(kwargs or {}))
         if func == torch.Tensor.requires_grad.__get__ and not out:  # type: ignore[attr-defined]

@@ -21,7 +21,7 @@ import torch
 from torch import fx
 from torch.overrides import TorchFunctionMode
 
-from fshard._torch.autograd_state import ENTER_AUTOCAST, is_any_autocast_enabled
+from fshard._torch.autograd_state import is_any_autocast_enabled
 from fshard._torch.fake_tensors import (
     FAKE_TENSOR_LOGGER,
     DataDependentOutputException,
@@ -134,8 +134,6 @@ def trace(
             below = BelowAutograd(where, requires_grad, torch.is_grad_enabled())
             traced = _trace(fn, metas, where, False, requires_grad, devices, below)
     graph = traced.graph
-    if any(node.target is ENTER_AUTOCAST for node in graph.graph.nodes):
-        _no_autocast(where)
     graph.graph.eliminate_dead_code(is_impure_node=has_effects)
     extract_backwards(graph, where)
     assign_draw_layouts(graph)
@@ -225,13 +223,9 @@ def _check_shapes(fakes: Sequence[torch.Tensor], metas: Sequence[Meta], where: s
 def refuse_autocast(where: str) -> None:
     """Raise `ShardingError` under `torch.autocast`, which would change dtypes that specs have."""
     if is_any_autocast_enabled():
-        _no_autocast(where)
-
-
-def _no_autocast(where: str) -> NoReturn:
-    fail(where, "torch.autocast", "the dtype of every result is in its spec, and autocast would "
-         "give it another one where it runs",
-         "cast the tensors that are to be of another dtype: x.to(torch.bfloat16)")  # fmt: skip
+        fail(where, "torch.autocast around the call", "the dtype of every result is in its spec, "
+             "and autocast would give it another one where it runs",
+             "enter torch.autocast within the function")  # fmt: skip
 
 
 def decompose(
