@@ -25,7 +25,15 @@ from fshard._util.text import plural
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
 from fshard.ops.core.cache_keys import freeze, unfreeze_call
-from fshard.ops.core.call import Meta, OpCall, fill_call, instances_in, map_call, name_of
+from fshard.ops.core.call import (
+    Meta,
+    OpCall,
+    check_callable,
+    fill_call,
+    instances_in,
+    map_call,
+    name_of,
+)
 from fshard.ops.core.registry import (
     Row,
     functional_of,
@@ -336,8 +344,11 @@ def take_options(
     """Remove the options `names` from `kwargs` and return them; the operation's own stay.
 
     Raises:
-        ShardingError: if `op` takes any keyword, so that the option could also be its argument.
+        ShardingError: if `op` is not callable, or takes any keyword, so that the option could also
+            be its argument.
     """
+    if not callable(op):
+        check_callable(op, where)
     named = [name for name in names if name in kwargs and name not in parameters_of(op)]
     if named and _takes_any_keyword(op):
         name = named[0]

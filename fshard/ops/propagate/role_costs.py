@@ -79,6 +79,11 @@ def change_cost(
     return ChangeCost(0.0, False, back)
 
 
+def gather_time(topology: Topology, link: Link, n: int, local: int) -> float:
+    """Return the seconds to gather shards of `local` bytes on one axis."""
+    return collective_time(topology, link, all_gather_traffic(n, local), local)
+
+
 def pending_reduction_time(
     topology: Topology, link: Link, n: int, state: AxisState, local: int, item: int, *,
     created: bool,
@@ -101,7 +106,8 @@ def new_sharding_time(
     """Return the seconds to leave a sharding later that no operand had before the role.
 
     An operand that was unreduced is gathered then, one that was sharded elsewhere is sharded there
-    again. Otherwise a reduce-scatter would pass for half of an all-reduce.
+    again. Otherwise a reduce-scatter would pass for half of an all-reduce. Results that are larger
+    than the operands cost no more than these: replicated, they would be larger on every rank.
 
     Args:
         topology: the topology that the collectives run on.
@@ -109,7 +115,8 @@ def new_sharding_time(
         n: number of devices on the axis.
         states: the states of the operands on the axis as given.
         role: the role of the axis.
-        local: bytes of all results on a rank, unsharded on this axis.
+        local: bytes on a rank, unsharded on this axis, of all results or of all operands,
+            whichever are fewer.
     """
     if role.factor is None or n == 1 or any(
         src.name == "sharded" and src == dst

@@ -154,7 +154,11 @@ def _options_by_axis(
             # A lower bound for the results: all other axes may shard them.
             least = [(size * n // mesh.size, item) for size, item in results]
             names = frozenset(state.name for state in on_axis)
-            context = _AxisContext(topology, link, n, on_axis, names, operands, least,
+            sources = sum(
+                size * (n if state.name == "sharded" else 1)
+                for (size, _), state in zip(operands, on_axis, strict=True)
+            )
+            context = _AxisContext(topology, link, n, on_axis, names, operands, sources, least,
                                    total * n / mesh.size, lengths, grad, local,
                                    [{} for _ in specs])  # fmt: skip
             options = (
@@ -169,7 +173,8 @@ def _options_by_axis(
 class _AxisContext(NamedTuple):
     """One axis of `n` devices, the states of the operands on it, and inputs of the cost of roles.
 
-    `operands` and `results` are pairs of a tensor's local bytes and the bytes of an element; `work`
+    `operands` and `results` are pairs of a tensor's local bytes and the bytes of an element;
+    `unsharded_operands` are the local bytes of all operands, unsharded on this axis; `work`
     is the seconds to compute if the axis shards nothing; `changes` caches for every operand the
     cost of a change to a state.
     """
@@ -180,6 +185,7 @@ class _AxisContext(NamedTuple):
     states: Sequence[AxisState]
     state_names: frozenset[str]
     operands: list[tuple[int, int]]
+    unsharded_operands: int
     results: list[tuple[int, int]]
     work: float
     lengths: Mapping[str, int]
@@ -211,7 +217,7 @@ def _option(role: Role, index: int, axis: _AxisContext, hinted: bool) -> _Option
                 topology, link, n, state, size, item, created=shards
             )
     if shards and not hinted:
-        size = sum(size for size, _ in axis.results)
+        size = min(sum(size for size, _ in axis.results), axis.unsharded_operands)
         time += role_costs.new_sharding_time(topology, link, n, axis.states, role, size)
     return _Option((time + axis.work / (n if shards else 1), back, index), role, sends)
 
@@ -286,7 +292,8 @@ def _combined_cost(
     """Return the time of a combination of options, and True if it sends.
 
     The sum over the axes assumes results that all axes shard. Added to it are the reductions of
-    larger results, and redistributions between shard sizes or axis orders of the same axes.
+    larger results, the gathers of what other axes have gathered, and redistributions between shard
+    sizes or axis orders of the same axes.
     """
     time = sum(option.cost[0] for option in options)
     sends = any(option.sends for option in options)
@@ -305,7 +312,22 @@ def _combined_cost(
         if any(_is_recut(src, dst, dim) for dim in range(src.ndim)):
             sends = True
             time += topology.launch + max_local_nbytes(src) / topology.inner.bandwidth
+        time += _later_gathers_time(mesh, topology, src, dst)
     return time, sends
+
+
+def _later_gathers_time(mesh: Mesh, topology: Topology, src: Spec, dst: Spec) -> float:
+    """Return the seconds that gathers over several axes take beyond each of them on its own."""
+    kept = {axis for dim in dst.partition.dims for axis in dim}
+    gathered = [axis for dim in src.partition.dims for axis in dim if axis not in kept]
+    local, time = max_local_nbytes(src), 0.0
+    grown = local
+    for axis in gathered:
+        n, link = mesh.shape[axis], topology.link(mesh, axis)
+        gather = partial(role_costs.gather_time, topology, link, n)
+        time += gather(grown) - gather(local)
+        grown *= n
+    return time
 
 
 def _is_recut(src: Spec, dst: Spec, dim: int) -> bool:

@@ -312,3 +312,31 @@ def test_options_are_ambiguous_for_a_function_of_any_keyword() -> None:
     text = error_of(lambda: propagate(lambda x, **options: x, X, topology=None))
     assert "takes any keyword" in text
     assert "fs.on_pairs" in text
+
+
+# -- results larger than operands ---------------------------------------------------------------
+
+
+def upsample(x: torch.Tensor) -> torch.Tensor:
+    return F.interpolate(x, scale_factor=2.0, mode="bilinear")
+
+
+@pytest.mark.parametrize("axes", [{"x": 4}, {"x": 8}, {"x": 4, "y": 4}])
+@pytest.mark.parametrize(
+    ("op", "shape", "dim"),
+    [
+        (torch.sort, (16384, 8192), 1),
+        (upsample, (16, 64, 256, 256), 2),
+        (lambda x: x.repeat(1, 2), (4096, 4096), 1),
+    ],
+)
+def test_larger_results_do_not_replicate(
+    op: Any, shape: tuple[int, ...], dim: int, axes: dict[str, int]
+) -> None:
+    """The programs of the chosen strategy take the least time of all the alternatives'."""
+    mesh = Mesh(axes)
+    strategy = propagate(op, spec(P(*[None] * dim, tuple(axes)), *shape, mesh=mesh))
+    times = [choice.cost.time for choice in (strategy, *strategy.alternatives)]
+    assert times[0] == min(times)
+    assert strategy.out_specs[0] is not None
+    assert strategy.out_specs[0].num_shards == mesh.size
