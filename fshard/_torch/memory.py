@@ -50,3 +50,16 @@ def data_address(x: torch.Tensor) -> int:
     while is_wrapped(x):
         x = get_unwrapped(x)
     return 0 if type(x) is FakeTensor else x.untyped_storage().data_ptr()
+
+
+def materialized(x: torch.Tensor) -> torch.Tensor:
+    """Return the same values in contiguous memory, as their bytes say: no lazy conjugate or sign.
+
+    >>> materialized(torch.ones(2, 2)[:, :1][:1]).stride()
+    (1, 1)
+    """
+    x = x.resolve_conj().resolve_neg().contiguous()
+    # A dim of size 1 may have any stride in a contiguous tensor.
+    if x.ndim and x.stride(-1) != 1:
+        return x.clone(memory_format=torch.contiguous_format)
+    return x

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from fshard._torch.legacy_vmap import is_legacy_batched
-from fshard._torch.memory import storage_address
+from fshard._torch.memory import materialized, storage_address
 from fshard._torch.modes import TorchDispatchMode, disable_dispatch_modes
 from fshard._torch.operators import builtin_of, schema_of
 from fshard._torch.process_groups import resolve_group
@@ -354,7 +354,7 @@ class _Replay(torch.autograd.Function):
             with backward_phase():
                 return None, transposed.function(grad)
         if not transposed.is_identity:
-            grad = grad.contiguous()
+            grad = materialized(grad)  # as when it was recorded
         if torch.is_grad_enabled() and grad.requires_grad:
             return None, replay(transposed, grad)
         return None, transposed.run(grad)

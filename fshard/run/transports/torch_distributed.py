@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fshard._torch.memory import materialized
 from fshard._torch.process_groups import (
     create_group,
     default_group,
@@ -293,7 +294,7 @@ def _wire_item(dtype: torch.dtype) -> int:
 
 def _as_bytes(flat: torch.Tensor) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
     """Return a tensor of a dtype that every backend sends, and the function back."""
-    flat = flat.resolve_conj().resolve_neg().contiguous()
+    flat = materialized(flat)
     if flat.dtype in NATIVE:
         return flat, lambda out: out
     dtype = flat.dtype

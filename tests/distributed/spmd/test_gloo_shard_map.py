@@ -13,6 +13,7 @@ import fshard as fs
 from fshard import Mesh, P, Sharded, ShardingError, Spec
 from tests.helpers.gloo.harness import outcomes, run_ranks
 from tests.helpers.spec_grid import random_global
+from tests.helpers.spmd import lazy_tensors
 from tests.helpers.spmd.collective_cases import CASES, axes_of, by_oracle, on_rank
 from tests.helpers.spmd.collective_cases import arguments as collective_arguments
 
@@ -255,3 +256,10 @@ def test_errors_are_raised_on_all_ranks(what: str, text: str) -> None:
     for item in outcomes(4, fail_in_body, what):
         assert isinstance(item.error, ShardingError), item.traceback
         assert text in str(item.error)
+
+
+def test_lazy_conjugates_signs_and_strides_are_sent_as_values() -> None:
+    expected = fs.simulate(MESHES[0], lazy_tensors.results)
+    for one, other in zip(run_ranks(2, lazy_tensors.on_rank), expected, strict=True):
+        for name, values in other.items():
+            torch.testing.assert_close(one[name], values, msg=name)
