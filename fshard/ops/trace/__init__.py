@@ -5,5 +5,6 @@
 - `inner_gradients`: functions that take gradients or use `torch.func` themselves.
 - `custom_functions`: the backward of a custom `autograd.Function` as a graph.
 - `draw_layouts`: random draws take the layout of a tensor they are combined with.
+- `constants`: values that depend on no argument, which a function may read.
 - `covariance`: `torch.cov` and `torch.corrcoef` without reads of values.
 """

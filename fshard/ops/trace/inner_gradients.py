@@ -28,6 +28,7 @@ from fshard._util.errors import fail
 from fshard.layout.tree import tensors_in
 from fshard.ops.core.builders import is_inexact
 from fshard.ops.core.call import map_instances
+from fshard.ops.trace.constants import READS, read_constants
 from fshard.ops.trace.covariance import WITHOUT_READS
 from fshard.ops.trace.custom_functions import apply_in_transform, apply_traced, has_own_backward
 from fshard.spmd.closure_inputs import graph_leaves
@@ -98,6 +99,8 @@ class AboveAutograd(_TraceMode):
         is_above = any(map(gt, _levels(), self.levels)) or is_any_autocast_enabled()
         if func in AUTOGRAD_CALLS or is_above:
             raise TakesGradients
+        if func in READS and (values := read_constants(func, args, kwargs or {}, _node_of)):
+            return values[0]
         out = WITHOUT_READS.get(func, func)(*args, **(kwargs or {}))
         if func == torch.Tensor.requires_grad.__get__ and not out:  # type: ignore[attr-defined]
             return self.requires_grad and torch.is_grad_enabled() and is_inexact(args[0])
@@ -119,6 +122,8 @@ class BelowAutograd(_TraceMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         self.refuse(func)
+        if func in READS and (values := read_constants(func, args, kwargs or {}, _node_of)):
+            return values[0]
         out = WITHOUT_READS.get(func, func)(*args, **(kwargs or {}))
         has_graph = func is not torch.autograd.grad or bool((kwargs or {}).get("create_graph"))
         if func == _GRAD and out is not None:  # which backward() has filled

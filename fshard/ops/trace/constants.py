@@ -1,0 +1,82 @@
+"""Values of traced tensors that depend on no argument and no closed-over tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fshard._torch.modes import DisableTorchFunction, disable_dispatch_modes
+from fshard._torch.operators import OpOverload
+from fshard.layout.tree import tensors_in
+from fshard.ops.core.call import map_call
+from fshard.ops.trace.functionalize import writes
+
+Tensor = torch.Tensor
+READS: frozenset[Any] = frozenset(
+    (
+        Tensor.item,
+        Tensor.tolist,
+        Tensor.__bool__,
+        Tensor.__int__,
+        Tensor.__float__,
+        Tensor.__index__,
+        Tensor.__complex__,
+        torch.equal,
+        Tensor.equal,
+        torch.allclose,
+        Tensor.allclose,
+        torch.is_nonzero,
+        Tensor.is_nonzero,
+    )
+)
+"""Functions that return values of tensors."""
+
+
+def read_constants(
+    func: Any, args: Sequence[Any], kwargs: Any, node_of: Callable[[Tensor], fx.Node | None]
+) -> tuple[Any, ...]:
+    """Return the value that a function reads, in a tuple; () if it depends on other tensors.
+
+    Args:
+        func: one of `READS`.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        node_of: the node of a traced tensor, None for another tensor.
+    """
+    values: dict[fx.Node, Any] = {}
+    nodes = [node_of(x) for x in tensors_in((args, kwargs))]
+    with disable_dispatch_modes(), DisableTorchFunction(), torch.no_grad():
+        if not all(node is not None and _evaluate(node, values) for node in nodes):
+            return ()
+        real = iter([values[node] for node in nodes if node is not None])
+        placed, named = map_call(args, kwargs, Tensor, lambda _: next(real))
+        return (func(*placed, **named),)
+
+
+def _evaluate(node: fx.Node, values: dict[fx.Node, Any]) -> bool:
+    """Compute the value of a node, and of those before it; return False if it is not constant."""
+    todo = [node]
+    while todo:
+        last = todo[-1]
+        missing = [x for x in last.all_input_nodes if x not in values]
+        if not missing or last in values:
+            todo.pop()
+        todo += missing
+        if missing or last in values:
+            continue
+        tags = getattr(last.target, "tags", ())
+        is_random = torch.Tag.nondeterministic_seeded in tags
+        if not _is_pure(last) or is_random or any(map(writes, last.users)):
+            return False
+        args, kwargs = map_call(last.args, last.kwargs, fx.Node, values.__getitem__)
+        values[last] = last.target(*args, **kwargs)  # type: ignore[operator]
+    return True
+
+
+def _is_pure(node: fx.Node) -> bool:
+    """Return True for an operation of PyTorch or an item of its results."""
+    is_item = getattr(node.target, "__name__", "") == "getitem"
+    return node.op == "call_function" and (isinstance(node.target, OpOverload) or is_item)

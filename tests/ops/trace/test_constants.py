@@ -1,0 +1,66 @@
+"""Reads of values in partitioned functions: of constants, and refused ones of arguments."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import fshard as fs
+from fshard import Mesh, P
+
+MESH = Mesh(dp=2)
+
+
+def euler(x: Tensor) -> Tensor:
+    """Solve an equation on a grid whose values are checked and compared."""
+    t = torch.linspace(0, 1, 5, dtype=x.dtype)
+    assert (t[1:] > t[:-1]).all()
+    for start, end in itertools.pairwise(t):
+        if end <= t[-1]:
+            x = x + (end - start) * x.sin() * float(start)
+    return x
+
+
+def under_gradient(x: Tensor) -> Tensor:
+    step = torch.arange(3.0)[1:].sum().item()
+    return torch.func.grad(lambda x: (x * step).sin().sum())(x)
+
+
+CLOSED_OVER = torch.ones(2)
+
+
+def written(x: Tensor) -> Tensor:
+    t = torch.zeros(2)
+    t.add_(1)
+    return x if t.sum() > 1 else -x
+
+
+def drawn(x: Tensor) -> Tensor:
+    return x if torch.rand(2).sum() > 1 else -x
+
+
+def of_closure(x: Tensor) -> Tensor:
+    return x if (CLOSED_OVER * 2).sum() > 1 else -x
+
+
+def of_argument(x: Tensor) -> Tensor:
+    return x if (torch.ones(4) * x).sum() > 1 else -x
+
+
+@pytest.mark.parametrize("fn", [euler, under_gradient])
+def test_constants_are_read(fn: Callable[[Tensor], Tensor]) -> None:
+    x = torch.randn(4, requires_grad=True)
+    part = fs.partition(fn, mesh=MESH, in_specs=P("dp"))
+    torch.testing.assert_close(part(x), fn(x))
+    grads = [torch.autograd.grad(f(x).sum(), x)[0] for f in (part, fn)]
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("fn", [written, drawn, of_closure, of_argument])
+def test_other_reads_are_refused(fn: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(fs.ShardingError, match="reads a tensor's values"):
+        fs.partition(fn, mesh=MESH)(torch.ones(4))
