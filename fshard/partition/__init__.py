@@ -9,6 +9,7 @@
 - `ir`: the lines of a partitioned call, and how they run.
 - `partitioned_call`: one partitioned call, its cost and graph.
 - `arguments`: the specs of a call's arguments, and the key it is cached by.
+- `schedule`: order of execution, with redistributions coalesced and launched ahead.
 - `training_time`: the modelled time of a training step.
 
 To see why an operation gathers, call `fs.propagate(op, *specs)` with the specs that `explain()`

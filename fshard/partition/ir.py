@@ -20,10 +20,14 @@ from fshard._torch.autograd_state import SET_GRAD_ENABLED
 from fshard._torch.operators import OpOverload, builtin_of, schema_or_none
 from fshard.layout.mesh import Mesh
 from fshard.layout.spec import Spec
+from fshard.layout.tree import flatten
 from fshard.ops.core.call import map_call, map_instances
 from fshard.ops.strategy import local_call
 from fshard.ops.strategy.strategy import Strategy
+from fshard.plan.batch.batch import Batch, batch_from_leaves
 from fshard.program.program import Program
+from fshard.run.autograd.linear_function import FinishAll, ProgramGroup
+from fshard.run.autograd.overlapped import launch_programs
 from fshard.run.autograd.planned_gradient import OutputGradient
 from fshard.run.autograd.replicate import replicate_shards
 
@@ -121,6 +125,33 @@ class CustomGradient:
     operands: tuple[Ref, ...]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LaunchBatch:
+    """Start of linear programs as one batch; the value is what a `WaitBatch` waits for.
+
+    With `grad` the batch of their transposes runs backward: the backward of the `WaitBatch`
+    launches it, and that of the launch waits for it.
+    """
+
+    out: int
+    sources: tuple[Ref, ...]
+    programs: tuple[Program, ...]
+    grad: bool
+
+    @property
+    def batch(self) -> Batch:
+        """The programs as a value that has launches and a cost."""
+        return batch_from_leaves(self.programs, flatten([*self.programs])[1], None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WaitBatch:
+    """Results of a launched batch, of which a `Pick` takes one."""
+
+    out: int
+    source: Ref
+
+
 Line = (
     Operation
     | Redistribution
@@ -131,6 +162,8 @@ Line = (
     | Write
     | Copy
     | CustomGradient
+    | LaunchBatch
+    | WaitBatch
 )
 
 
@@ -142,8 +175,10 @@ def operands_of(line: Line) -> list[int]:
             for arg in (*line.args, *line.kwargs.values()):
                 map_instances(arg, Ref, lambda ref: operands.append(ref.value))
             return operands
-        case Redistribution() | Pick() | Copy():
+        case Redistribution() | Pick() | Copy() | WaitBatch():
             return [line.source.value]
+        case LaunchBatch():
+            return [source.value for source in line.sources]
         case Write():
             return [line.target.value, line.source.value]
         case CustomGradient():
@@ -267,6 +302,14 @@ def rank_graph(
                 target = _NamedFunction(line.program.__call__, name)
                 env[line.out] = graph.create_node(
                     "call_function", target, (env[line.source.value],), name=name)  # fmt: skip
+            case LaunchBatch():
+                names = sorted({step.name for prog in line.programs for step in prog.steps})
+                name = "launch_" + "_and_".join(names)
+                target = _NamedFunction(functools.partial(launch_line, line), name)
+                sources = tuple(env[source.value] for source in line.sources)
+                env[line.out] = graph.create_node("call_function", target, sources, name=name)
+            case WaitBatch():
+                env[line.out] = graph.call_function(wait, (env[line.source.value],))
             case Pick():
                 env[line.out] = graph.call_function(
                     operator.getitem, (env[line.source.value], line.index))  # fmt: skip
@@ -289,6 +332,17 @@ def rank_graph(
                 graph.call_function(write_value, (target, env[line.source.value]))
     graph.output(tuple(None if value is None else env[value] for value in outputs))
     return fx.GraphModule(root, graph, "partitioned")
+
+
+def launch_line(line: LaunchBatch, *xs: torch.Tensor, on_shards: bool = False) -> FinishAll:
+    """Launch a batch on this rank's locals, or on the shards of all ranks for each leaf in turn."""
+    with torch.set_grad_enabled(line.grad):
+        return launch_programs(ProgramGroup(line.programs), xs, on_shards)
+
+
+def wait(finish: FinishAll) -> tuple[torch.Tensor, ...]:
+    """Return the results of a launched batch."""
+    return finish()
 
 
 def _step_name(step: object) -> str:
@@ -368,6 +422,12 @@ def run_on_all_ranks(prepared: Sequence[PreparedLine], mesh: Mesh, env: dict[int
                     env[line.out] = _run_calls(line, mesh, calls, env)
                 case Redistribution():
                     env[line.out] = line.program(env[line.source.value])
+                case LaunchBatch():
+                    shards = [x for source in line.sources for x in env[source.value]]
+                    env[line.out] = launch_line(line, *shards, on_shards=True)
+                case WaitBatch():
+                    ys, n = wait(env[line.source.value]), mesh.size
+                    env[line.out] = tuple([ys[rank::n] for rank in range(n)])
                 case Pick():
                     env[line.out] = tuple([x[line.index] for x in env[line.source.value]])
                 case ClosureTensor():

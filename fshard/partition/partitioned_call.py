@@ -19,7 +19,9 @@ from fshard.layout.tree import TreeDef
 from fshard.ops.core.call import instances_in
 from fshard.ops.strategy.local_call import rank_on_mesh
 from fshard.partition import ir
-from fshard.partition.ir import Line, Redistribution
+from fshard.partition.ir import LaunchBatch, Line, Redistribution
+from fshard.partition.schedule import schedule
+from fshard.plan.batch.batch import Batch
 from fshard.program.cost.model import Cost
 from fshard.program.cost.topology import Topology
 from fshard.program.program import Program
@@ -61,6 +63,7 @@ class PartitionedCall:
     grad: bool
     source: fx.GraphModule
     names: tuple[str, ...]
+    _schedule: list[Line] = field(default_factory=list)
     _graphs: dict[int, fx.GraphModule] = field(default_factory=dict)
     _functions: dict[int, Callable[..., tuple[Any, ...]]] = field(default_factory=dict)
     _prepared: dict[str, list[ir.PreparedLine]] = field(default_factory=dict)
@@ -70,23 +73,36 @@ class PartitionedCall:
         """All programs of the call, in order."""
         return tuple(line.program for line in self.lines if isinstance(line, Redistribution))
 
+    @property
+    def schedule(self) -> Sequence[Line]:
+        """The lines in the order of execution, with coalesced redistributions."""
+        if not self._schedule:
+            self._schedule[:] = schedule(self.lines, self._inputs)
+        return self._schedule
+
     def cost(self, topology: Topology | None = None, *, backward: bool = False) -> Cost:
-        """Return the cost of all programs, one after the other, without computation.
+        """Return the cost of all launches, one after the other, without computation.
 
         Args:
             topology: the topology to cost them on; None is the one they were planned on.
             backward: return the cost of the transposes instead, which run backward.
         """
-        progs = self.programs
-        if backward:
-            progs = tuple(prog for line in self.lines for prog in ir.backward_programs(line))
-        return Cost.in_turn(prog.cost(topology or self._topology) for prog in progs)
+        plans: list[Program | Batch] = []
+        for line in self.schedule:
+            match line:
+                case LaunchBatch(batch=batch):
+                    plans += [batch.T if backward else batch] if line.grad or not backward else []
+                case Redistribution(program=prog) if not backward:
+                    plans.append(prog)
+                case _ if backward:
+                    plans += ir.backward_programs(line)
+        return Cost.in_turn(plan.cost(topology or self._topology) for plan in plans)
 
     def graph(self, rank: int = 0) -> fx.GraphModule:
         """Return the FX graph of local operations and programs that a rank runs."""
         if rank not in self._graphs:
             outputs = [value if type(value) is int else None for value in self._outputs]
-            self._graphs[rank] = ir.rank_graph(self.lines, rank, self._inputs, outputs)
+            self._graphs[rank] = ir.rank_graph(self.schedule, rank, self._inputs, outputs)
         return self._graphs[rank]
 
     def explain(self, topology: Topology | None = None) -> Any:
@@ -141,7 +157,7 @@ class PartitionedCall:
         prepared = self._prepared.get("lines")
         if prepared is None:
             ids = {out for out in outputs if type(out) is int}
-            prepared = self._prepared["lines"] = ir.prepare_lines(self.lines, self.mesh, ids)
+            prepared = self._prepared["lines"] = ir.prepare_lines(self.schedule, self.mesh, ids)
         env = dict(zip(self._inputs, locals_, strict=True))
         ir.run_on_all_ranks(prepared, self.mesh, env)
         return [out.value if type(out) is not int else env[out] if spec else env[out][0]

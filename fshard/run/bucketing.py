@@ -7,19 +7,20 @@ their first leaves: so ranks in several groups never wait for each other in a ri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
 from fshard._torch.autograd_state import unviewed
 from fshard._util.cache import CACHE_SIZE
 from fshard.layout.mesh import Mesh
-from fshard.plan.batch.coalesce import LeafSteps, buckets, coalesced, rounds, typed_step
+from fshard.plan.batch.coalesce import buckets, coalesced, rounds, typed_step
 from fshard.program.cost.traffic import step_axes
-from fshard.program.program import Program
+from fshard.program.program import Program, wire_specs
 from fshard.run.collective import Wire, launch_wire
-from fshard.run.interpreter import stages
+from fshard.run.interpreter import LocalFunction, stages
 from fshard.run.transports.base import Group, Parts, Transport, notify
 
 Locals = list[torch.Tensor]
@@ -46,12 +47,12 @@ def launch_all(
     ys = list(xs)
     previous: Iterator[None] = iter(())
     remaining = 0
-    for bucket in buckets(progs, bucket_bytes):
-        current = _run_bucket(progs, bucket, transport, ys)
+    for bucket in _bucket_plans(progs, bucket_bytes, transport.rank):
+        current = _run_bucket(bucket, transport, ys)
         next(current, None)
         for _ in previous:
             pass
-        previous, remaining = current, len(rounds(progs, bucket)) - 1
+        previous, remaining = current, len(bucket.rounds) - 1
     for _ in range(remaining):
         next(previous)
 
@@ -63,22 +64,64 @@ def launch_all(
     return finish
 
 
-def _run_bucket(
-    progs: tuple[Program, ...], bucket: tuple[int, ...], transport: Transport, ys: Locals
-) -> Iterator[None]:
-    """Run a bucket's leaves, yielding after each launch; `ys` has the results at the end."""
-    leaves = {i: _Leaf(progs[i], transport.rank) for i in bucket}
+Kind = tuple[str, Group, str, torch.dtype]
+"""Common properties of coalesced wires: operation, group, reduction and dtype."""
+Member = tuple[int, str, Wire | None]
+"""A leaf in a launch, its step's name, and its wire; None if only other ranks send for it."""
+LeafStages = tuple[tuple[int, tuple[LocalFunction, ...]], ...]
+"""Leaves and the local stages that run on each."""
+
+
+FREED = torch.empty(0)
+"""Local whose elements are all in a buffer that is sent."""
+
+
+class LaunchPlan(NamedTuple):
+    """Coalesced steps of one rank: its local stages before them, and the wires of every kind."""
+
+    before: LeafStages
+    kinds: tuple[tuple[Kind, tuple[Member, ...]], ...]
+    axes: tuple[str, ...]
+
+
+class BucketPlan(NamedTuple):
+    """Launches of a bucket's rounds on one rank, and the local stages after them."""
+
+    rounds: tuple[tuple[LaunchPlan, ...], ...]
+    after: LeafStages
+
+
+@lru_cache(maxsize=CACHE_SIZE)
+def _bucket_plans(
+    progs: tuple[Program, ...], bucket_bytes: int | None, rank: int
+) -> tuple[BucketPlan, ...]:
+    """Return the plans of all buckets for one rank."""
+    return tuple(_bucket_plan(progs, bucket, rank) for bucket in buckets(progs, bucket_bytes))
+
+
+def _bucket_plan(progs: tuple[Program, ...], bucket: tuple[int, ...], rank: int) -> BucketPlan:
+    leaves = {i: _Leaf(progs[i], rank) for i in bucket}
+    planned = []
     for round_steps in rounds(progs, bucket):
-        finishes = [
-            finish
-            for steps in coalesced(progs, round_steps)
-            for finish in _launch_steps(progs, steps, leaves, transport, ys)
-        ]
-        yield
-        while finishes:  # frees the buffers of one launch before the next one is unpacked
-            finishes.pop(0)()
-    for i, leaf in leaves.items():
-        ys[i] = leaf.run_until(ys[i])
+        launches = []
+        for steps in coalesced(progs, round_steps):
+            before: list[tuple[int, tuple[LocalFunction, ...]]] = []
+            kinds: dict[Kind, list[Member]] = {}
+            for i, step in steps:
+                prog = progs[i]
+                before += leaves[i].stages_until(i, step)
+                wire = leaves[i].next_wire()
+                group = _group(prog, step, wire, rank)
+                if group:
+                    op, reduction = (wire.op, wire.reduction) if wire else ("all_to_all", "sum")
+                    kind = op, group, reduction, wire_specs(prog)[step].dtype
+                    kinds.setdefault(kind, []).append((i, prog.steps[step].name, wire))
+            axes = step_axes(*typed_step(progs, *steps[0]))  # equal on all ranks
+            members = tuple((kind, tuple(rows)) for kind, rows in kinds.items())
+            launches.append(LaunchPlan(tuple(before), members, axes))
+        planned.append(tuple(launches))
+    after = [row for i, leaf in leaves.items() for row in leaf.stages_until(i)]
+    return BucketPlan(tuple(planned), tuple(after))
 
 
 class _Leaf:
@@ -91,14 +134,15 @@ class _Leaf:
         self.casts = prog.forward_dtype is not None
         self.done = 0
 
-    def run_until(self, x: torch.Tensor, step: int | None = None) -> torch.Tensor:
-        """Run the local stages before step number `step`, or all that remain."""
+    def stages_until(self, leaf: int, step: int | None = None) -> LeafStages:
+        """Return the local stages before step number `step`, or all that remain, as one row."""
         stop = len(self.stages) if step is None else step + self.casts
+        functions = []
         for stage in self.stages[self.done : stop]:
             assert not isinstance(stage, Wire)
-            x = stage(x)
+            functions.append(stage)
         self.done = min(stop, len(self.stages))
-        return x
+        return ((leaf, tuple(functions)),) if functions else ()
 
     def next_wire(self) -> Wire | None:
         """Return the next stage if it is a collective; this rank may take no part in it."""
@@ -109,42 +153,39 @@ class _Leaf:
         return stage
 
 
-Kind = tuple[str, Group, str, torch.dtype, torch.device]
-"""Common properties of coalesced wires: operation, group, reduction, dtype and device."""
-Member = tuple[int, str, Wire | None]
-"""A leaf in a launch, its step's name, and its wire; None if only other ranks send for it."""
+def _run_bucket(plan: BucketPlan, transport: Transport, ys: Locals) -> Iterator[None]:
+    """Run a bucket's leaves, yielding after each launch; `ys` has the results at the end."""
+    for launches in plan.rounds:
+        finishes = []
+        for before, kinds, axes in launches:
+            _run_stages(before, ys)
+            for kind, members in kinds:
+                finishes += [
+                    _launch_kind(kind, same_device, axes, transport, ys)
+                    for same_device in _by_device(members, ys)
+                ]
+        yield
+        while finishes:  # frees the buffers of one launch before the next one is unpacked
+            finishes.pop(0)()
+    _run_stages(plan.after, ys)
 
 
-def _launch_steps(
-    progs: tuple[Program, ...],
-    steps: LeafSteps,
-    leaves: dict[int, _Leaf],
-    transport: Transport,
-    ys: Locals,
-) -> list[Callable[[], None]]:
-    """Launch coalesced collectives, once per device of the locals.
-
-    Returns:
-        The calls that wait and put the results into `ys`.
-    """
-    kinds: dict[Kind, list[Member]] = {}
-    for i, step in steps:
-        prog = progs[i]
-        ys[i] = leaves[i].run_until(ys[i], step)
-        wire = leaves[i].next_wire()
-        group = _group(prog, step, wire, transport.rank)
-        if group:
-            op, reduction = (wire.op, wire.reduction) if wire else ("all_to_all", "sum")
-            kind = op, group, reduction, ys[i].dtype, ys[i].device
-            kinds.setdefault(kind, []).append((i, prog.steps[step].name, wire))
-    axes = _axes(progs, steps)
-    return [_launch_kind(kind, members, axes, transport, ys) for kind, members in kinds.items()]
+def _run_stages(rows: LeafStages, ys: Locals) -> None:
+    for i, functions in rows:
+        x = ys[i]
+        for function in functions:
+            x = function(x)
+        ys[i] = x
 
 
-@lru_cache(maxsize=CACHE_SIZE)
-def _axes(progs: tuple[Program, ...], steps: LeafSteps) -> tuple[str, ...]:
-    """Return the axes of a launch for observers, equal on all ranks: those of its first step."""
-    return step_axes(*typed_step(progs, *steps[0]))
+def _by_device(members: Sequence[Member], ys: Locals) -> Iterable[Sequence[Member]]:
+    """Group members by the device of their local."""
+    if len({ys[i].device for i, _, _ in members}) == 1:
+        return (members,)
+    groups: dict[torch.device, list[Member]] = {}
+    for member in members:
+        groups.setdefault(ys[member[0]].device, []).append(member)
+    return groups.values()
 
 
 def _group(prog: Program, step: int, wire: Wire | None, rank: int) -> Group:
@@ -171,7 +212,7 @@ def _sorted(group: Group) -> Group:
 
 
 def _launch_kind(
-    kind: Kind, members: list[Member], axes: tuple[str, ...], transport: Transport, ys: Locals
+    kind: Kind, members: Sequence[Member], axes: tuple[str, ...], transport: Transport, ys: Locals
 ) -> Callable[[], None]:
     """Launch wires of one kind at once over the kind's group; a single one over its own group."""
     own_wires = [(i, wire) for i, _, wire in members if wire is not None]
@@ -192,6 +233,9 @@ def _launch_kind(
     lengths = [payload.numel() for payload in payloads]
     moved = _send(kind, wires, payloads or [ys[members[0][0]].new_empty(0)], transport)
     del payloads
+    if op != "all_to_all":  # only its results have elements of the locals: the others are freed
+        for i, _ in own_wires:
+            ys[i] = FREED
 
     def finish() -> None:
         parts = _split_result(moved(), group, wires, lengths)
@@ -213,7 +257,7 @@ def _send(
             return transport.all_gather(torch.cat([x.reshape(-1) for x in payloads]), group)
         case "all_reduce":
             flat = torch.cat([x.reshape(-1) for x in payloads])
-            return transport.all_reduce(flat, reduction, group)
+            return transport.all_reduce(flat, reduction, group, owned=True)
         case "reduce_scatter":
             rows = torch.cat([x.reshape(len(group), -1) for x in payloads], 1)
             return transport.reduce_scatter(rows, reduction, group)

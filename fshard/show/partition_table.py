@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from fshard._util.text import bytes_text, plural, time_text
@@ -9,6 +10,7 @@ from fshard.layout.spec import Spec
 from fshard.partition.ir import (
     CustomGradient,
     Factory,
+    LaunchBatch,
     Line,
     Operation,
     Redistribution,
@@ -34,7 +36,7 @@ def explain_partitioned(call: PartitionedCall, topology: Topology) -> Table:
     Rows under an argument, and above an operation, are the steps that redistribute it or its
     operands: `→` in the forward pass, `←` in the gradient's, with the bytes that the busiest rank
     sends. Steps that send nothing have no row. Arguments with one layout and the same
-    redistributions are one row.
+    redistributions are one row. Notes list the launches that several values share.
 
     >>> import torch
     >>> from fshard import Mesh, P, partition
@@ -68,7 +70,21 @@ def explain_partitioned(call: PartitionedCall, topology: Topology) -> Table:
     title = f"{plural(count, 'operation')} on {call.mesh}, topology {topology.title}"
     shown = len(COLUMNS) if call.grad else -1
     return Table(title, COLUMNS[:shown], tuple(row[:shown] for row in rows),
-                 tuple(row[:shown] for row in footer))  # fmt: skip
+                 tuple(row[:shown] for row in footer), tuple(_coalesced(call)))  # fmt: skip
+
+
+def _coalesced(call: PartitionedCall) -> Iterator[str]:
+    """Yield a note for every different launch of several values."""
+    texts: Counter[str] = Counter()
+    for line in call.schedule:
+        if isinstance(line, LaunchBatch):
+            passes = ("→", line.batch), *((("←", line.batch.T),) if line.grad else ())
+            texts.update(
+                f"{sign} {launch.name} of {len(launch.steps)} {launch.scope()}"
+                for sign, batch in passes for launch in batch.launches if len(launch.steps) > 1
+            )  # fmt: skip
+    for text, n in texts.items():
+        yield f"in {'one launch' if n == 1 else f'each of {n} launches'}: {text}"
 
 
 def _line(line: Line, inputs: Sequence[int]) -> Iterator[Row]:

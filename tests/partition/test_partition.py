@@ -195,9 +195,10 @@ def test_explain_lists_every_operation() -> None:
         "add               f64[4@dp,8]",
         "result            f64[4@dp,8]",
         "───────────────────────────────────────────────────────────────",
-        "launches                                            1         3",
+        "launches                                            1         2",
         "sent                                            128 B   1,152 B",
-        "time                                          6.75 µs   20.3 µs",
+        "time                                          6.75 µs   13.5 µs",
+        "in one launch: ← all_reduce of 2 over dp",
     ]
     assert str(part.explain()) == str(part.explain(MLP_PARAMS, sample(4, 8))) == str(call)
     assert str(call.explain(fs.Topology.cluster(2))).startswith("4 operations on ")

@@ -48,8 +48,13 @@ class Transport(Protocol):
         """Gather every rank's `x`, all of one shape, in the group's order."""
         ...
 
-    def all_reduce(self, x: torch.Tensor, reduction: str, group: Group) -> Finish:
-        """Reduce every rank's `x` elementwise by `sum`, `avg`, `max`, `min` or `product`."""
+    def all_reduce(
+        self, x: torch.Tensor, reduction: str, group: Group, *, owned: bool = False
+    ) -> Finish:
+        """Reduce every rank's `x` elementwise by `sum`, `avg`, `max`, `min` or `product`.
+
+        With `owned` the result may be written into `x`, which nothing else reads.
+        """
         ...
 
     def reduce_scatter(self, x: torch.Tensor, reduction: str, group: Group) -> Finish:

@@ -127,9 +127,11 @@ class _CheckedTransport:
         self._compare(fingerprint("all_gather", x), group)
         return self.world.all_gather(x, group)
 
-    def all_reduce(self, x: torch.Tensor, reduction: str, group: Group) -> Finish:
+    def all_reduce(
+        self, x: torch.Tensor, reduction: str, group: Group, *, owned: bool = False
+    ) -> Finish:
         self._compare(fingerprint("all_reduce", x, reduction), group)
-        return self.world.all_reduce(x, reduction, group)
+        return self.world.all_reduce(x, reduction, group, owned=owned)
 
     def reduce_scatter(self, x: torch.Tensor, reduction: str, group: Group) -> Finish:
         self._compare(fingerprint("reduce_scatter", x, reduction), group)

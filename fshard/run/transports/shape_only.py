@@ -54,7 +54,9 @@ class ShapeTransport:
         """Return a tensor with a new dim 0, one row per rank."""
         return lambda: x.new_empty((len(group), *x.shape))
 
-    def all_reduce(self, x: torch.Tensor, reduction: str, group: Group) -> Finish:
+    def all_reduce(
+        self, x: torch.Tensor, reduction: str, group: Group, *, owned: bool = False
+    ) -> Finish:
         """Return a tensor of the same shape."""
         return lambda: x.new_empty(x.shape)
 

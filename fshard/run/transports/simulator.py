@@ -150,7 +150,9 @@ class SimulatedRank:
         """Gather `x` of all ranks of `group`."""
         return self._launch(fingerprint("all_gather", x), group, x)
 
-    def all_reduce(self, x: torch.Tensor, reduction: str, group: Group) -> Finish:
+    def all_reduce(
+        self, x: torch.Tensor, reduction: str, group: Group, *, owned: bool = False
+    ) -> Finish:
         """Reduce `x` over the ranks of `group`."""
         return self._launch(fingerprint("all_reduce", x, reduction), group, x)
 

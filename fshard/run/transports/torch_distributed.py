@@ -135,11 +135,13 @@ class ProcessWorld:
 
         return finish
 
-    def all_reduce(self, x: torch.Tensor, reduction: str, group: Group) -> Finish:
-        """Reduce `x` over the ranks of `group`."""
+    def all_reduce(
+        self, x: torch.Tensor, reduction: str, group: Group, *, owned: bool = False
+    ) -> Finish:
+        """Reduce `x` over the ranks of `group`, with `owned` in place if it is contiguous."""
         if reduction == "avg" and not self._averages(x.dtype):
             value, narrow = as_number(x, reduction)
-            total = self.all_reduce(value, "sum", group)
+            total = self.all_reduce(value, "sum", group, owned=owned)
             return lambda: narrow(over(total(), len(group)))
         if x.dtype.is_complex and reduction == "product":
             gathered = self.all_gather(x, group)
@@ -154,7 +156,11 @@ class ProcessWorld:
             return lambda: REDUCE[reduction](moved().view(n, *x.shape))
         wire, restore = as_number(x, reduction)
         label = LABEL.get()
-        out = OPS.all_reduce(wire.contiguous(), reduction, self._group(group, "all_reduce")[0])
+        name = self._group(group, "all_reduce")[0]
+        if owned and wire is x and x.is_contiguous():
+            out = OPS.all_reduce_(x, reduction, name)
+        else:
+            out = OPS.all_reduce(wire.contiguous(), reduction, name)
         return lambda: restore(_wait(out, label, "all_reduce", group))
 
     def reduce_scatter(self, x: torch.Tensor, reduction: str, group: Group) -> Finish:

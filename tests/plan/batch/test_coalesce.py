@@ -175,7 +175,9 @@ class Recorder:
     def all_gather(self, x: torch.Tensor, group: Sequence[int]) -> Any:
         return self.go("all_gather", x, (len(group), *x.shape))
 
-    def all_reduce(self, x: torch.Tensor, reduction: str, group: Sequence[int]) -> Any:
+    def all_reduce(
+        self, x: torch.Tensor, reduction: str, group: Sequence[int], *, owned: bool = False
+    ) -> Any:
         return self.go("all_reduce", x, x.shape)
 
     def reduce_scatter(self, x: torch.Tensor, reduction: str, group: Sequence[int]) -> Any:

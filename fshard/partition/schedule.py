@@ -1,0 +1,138 @@
+"""Order of execution of a plan's lines, with redistributions coalesced and launched ahead.
+
+Redistributions that run the same collectives, forward and backward, share a launch. It waits for
+the last of their sources and is waited for by the first of their uses; in the backward pass the
+roles are exchanged. So gradients of parameters are reduced in buckets as by DDP (Li et al., arXiv
+2006.15704), sharded parameters are gathered a bucket ahead of their use as by FSDP (Zhao et al.,
+arXiv 2304.11277), and a result that is needed later is on its way meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from fshard.partition.ir import (
+    GradMode,
+    LaunchBatch,
+    Line,
+    Pick,
+    Redistribution,
+    Ref,
+    WaitBatch,
+    Write,
+    operands_of,
+)
+from fshard.plan.batch.batch import BUCKET_BYTES
+from fshard.plan.batch.coalesce import LaunchKey, launch_keys
+from fshard.program.program import Program
+
+LaunchKeys = tuple[LaunchKey, ...]
+FIRST, UNUSED = 0, -1
+
+
+@dataclass(slots=True)
+class LaunchBucket:
+    """Redistributions that are launched together.
+
+    Attributes:
+        moves: the redistributions.
+        sends: True if they communicate in the forward pass.
+        ready: the index of the line before which all sources are there.
+        use: the index of the line before which the first result is needed.
+        nbytes: bytes of the locals, before or after.
+    """
+
+    sends: bool
+    ready: int
+    use: int
+    nbytes: int = 0
+    moves: list[Redistribution] = field(default_factory=list)
+
+    def try_add(self, move: Redistribution, ready: int, use: int) -> bool:
+        """Add a redistribution and return True if it does not delay one of the others."""
+        nbytes = _local_bytes(move.program)
+        if self.moves and (ready > self.use or self.nbytes + nbytes > BUCKET_BYTES):
+            return False
+        self.moves.append(move)
+        self.nbytes += nbytes
+        self.ready, self.use = max(self.ready, ready), min(self.use, use)
+        return True
+
+
+def schedule(lines: Sequence[Line], inputs: Collection[int]) -> list[Line]:
+    """Return the lines of a plan in the order of execution.
+
+    Args:
+        lines: the lines.
+        inputs: the value ids of the arguments.
+    """
+    buckets = _buckets(lines, inputs)
+    moved = {move.out for bucket in buckets for move in bucket.moves}
+    count = 1 + max([*inputs, *(line.out for line in lines if hasattr(line, "out"))], default=0)
+    before: list[list[Line]] = [[] for _ in range(len(lines) + 1)]
+    previous = FIRST
+    for index, bucket in enumerate(sorted(buckets, key=lambda bucket: bucket.use)):
+        launched, waited = count + 2 * index, count + 2 * index + 1
+        start = bucket.ready
+        if start == FIRST and bucket.sends:
+            start, previous = previous, bucket.use
+        sources = tuple(move.source for move in bucket.moves)
+        programs = tuple(move.program for move in bucket.moves)
+        before[start].append(LaunchBatch(launched, sources, programs, bucket.moves[0].grad))
+        before[bucket.use].append(WaitBatch(waited, Ref(launched)))
+        before[bucket.use] += [
+            Pick(move.out, Ref(waited), i) for i, move in enumerate(bucket.moves)
+        ]
+    result: list[Line] = []
+    for line, earlier in zip((*lines, None), before, strict=True):
+        result += sorted(earlier, key=lambda line: not isinstance(line, LaunchBatch))
+        if line is not None and getattr(line, "out", None) not in moved:
+            result.append(line)
+    return result
+
+
+def _buckets(lines: Sequence[Line], inputs: Collection[int]) -> list[LaunchBucket]:
+    """Return the buckets of all redistributions that can be launched before they are needed."""
+    defined = dict.fromkeys(inputs, FIRST)
+    first_use: dict[int, int] = {}
+    for index, line in enumerate(lines):
+        for operand in operands_of(line):
+            first_use.setdefault(operand, index)
+        if hasattr(line, "out") and not isinstance(line, Redistribution):
+            defined[line.out] = index + 1
+    end = next((i for i, line in enumerate(lines) if isinstance(line, Write)), len(lines))
+    moves = [
+        (defined[line.source.value], min(first_use.get(line.out, end), end), line)
+        for line in lines[:end]
+        if isinstance(line, Redistribution)
+        and line.program.is_linear
+        and line.source.value in defined
+    ]
+    open_buckets: dict[object, LaunchBucket] = {}
+    result: list[LaunchBucket] = []
+    for ready, use, move in sorted(moves, key=lambda item: item[:2]):
+        forward, backward = _keys(move.program), _keys(move.program.T) if move.grad else ()
+        if not (forward or backward):
+            continue
+        key = move.grad, forward, backward, ready == FIRST
+        bucket = open_buckets.get(key)
+        if bucket is not None and bucket.try_add(move, ready, use):
+            continue
+        waits = all(isinstance(line, Redistribution | GradMode) for line in lines[ready:use])
+        if ready == FIRST or not waits:
+            bucket = open_buckets[key] = LaunchBucket(bool(forward), ready, use)
+            bucket.try_add(move, ready, use)
+            result.append(bucket)
+    return result
+
+
+def _keys(prog: Program) -> LaunchKeys:
+    """Return the keys of the collectives of a program; those with equal keys can be one launch."""
+    return tuple(key for _, key in launch_keys(prog))
+
+
+def _local_bytes(prog: Program) -> int:
+    """Return the bytes of the larger local of a program, on the first rank: equal on all ranks."""
+    rank = prog.src.mesh.ranks[0]
+    return max(prog.src.local_nbytes(rank), prog.dst.local_nbytes(rank))

@@ -1,0 +1,263 @@
+"""Time of a partitioned training step relative to DDP's, FSDP2's and DTensor's tensor parallelism.
+
+`python -m tests.benchmarks.bench_train_step` trains one GPT on gloo ranks in all ways in turn: one
+step of each in every round, so that a busy machine slows all of them. A step is the forward pass,
+the backward pass and SGD. The batch is sharded for DDP and FSDP2, and replicated for tensor
+parallelism. Printed are each contender's fastest step, and the median over the rounds of the
+partitioned step's time over its peer's. Losses are compared after every step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+import fshard as fs
+from fshard import Mesh, P
+from tests.helpers.gloo.harness import close_all, run_ranks
+
+RANKS, WIDTHS = (2, 4), (128, 256, 512)
+LAYERS, HEAD, WORDS, BATCH, LENGTH = 4, 32, 256, 8, 32
+GOAL = 0.95
+COLUMNS, ROWS = ("query", "key", "value", "up"), ("out", "down")
+Batch = tuple[Tensor, Tensor]
+Layout = Callable[[str], fs.PartitionSpec]
+Step = Callable[[], Tensor]
+"""Training step that returns the mean loss of the global batch, or this rank's term of it."""
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block: attention and a multilayer perceptron, with residuals."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.before_attention, self.before_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+        self.out = nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map a `(batch, length, width)` tensor to one of the same shape."""
+        batch, length, _ = x.shape
+        h = self.before_attention(x)
+        q, k, v = (
+            layer(h).view(batch, length, -1, HEAD).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(seen.transpose(1, 2).reshape(batch, length, -1))
+        changed: Tensor = x + self.down(F.gelu(self.up(self.before_mlp(x))))
+        return changed
+
+
+class GPT(nn.Module):
+    """Language model that returns the mean loss of predicting `following` from `words`."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(WORDS, width), nn.Embedding(LENGTH, width)
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(LAYERS)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, WORDS)
+
+    def forward(self, words: Tensor, following: Tensor) -> Tensor:
+        """Return the mean cross entropy; both arguments are `(batch, length)` word indices."""
+        x = self.blocks(self.words(words) + self.places.weight)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), following.flatten())
+
+
+def sgd_step(loss: Callable[[], Tensor], params: Any) -> Step:
+    """Return a training step of a loss."""
+    optimizer = torch.optim.SGD(params, lr=0.01)
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        value = loss()
+        value.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        return value.detach()
+
+    return step
+
+
+def tensor_parallel(name: str) -> fs.PartitionSpec:
+    """Return a parameter's layout: heads and hidden units sharded, others replicated."""
+    layer, _, kind = name.rpartition(".")
+    match layer.rpartition(".")[2], kind:
+        case layer, _ if layer in COLUMNS:
+            return P("x")
+        case layer, "weight" if layer in ROWS:
+            return P(None, "x")
+        case _:
+            return P()
+
+
+def partitioned(model: nn.Module, batch: Batch, layout: Layout, data: fs.PartitionSpec) -> Step:
+    """Return a partitioned step, which returns this rank's term of the loss."""
+    mesh = Mesh(x=dist.get_world_size())
+    specs = {k: fs.Spec(mesh, layout(k), shape=p.shape) for k, p in model.named_parameters()}
+    pairs = {k: fs.shard(p.detach(), specs[k]) for k, p in model.named_parameters()}
+    params = {
+        k: fs.Sharded(pair.local.clone().requires_grad_(), pair.spec) for k, pair in pairs.items()
+    }
+    words, following = (
+        fs.shard(x, fs.Spec(mesh, data, shape=x.shape, dtype=x.dtype)) for x in batch
+    )
+    part = fs.partition(model, mesh=mesh, params=specs, in_specs=data)
+    leaves = [pair.local for pair in params.values()]
+    return sgd_step(lambda: part(params, words, following).local, leaves)
+
+
+def ddp(model: nn.Module, batch: Batch) -> Step:
+    """Return DDP's step."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    wrapped, (words, following) = DistributedDataParallel(model), own_rows(batch)
+    return sgd_step(lambda: wrapped(words, following), wrapped.parameters())
+
+
+def fsdp(model: GPT, batch: Batch) -> Step:
+    """Return FSDP2's step; each block is one group of parameters."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    words, following = own_rows(batch)
+    return sgd_step(lambda: model(words, following), model.parameters())
+
+
+def dtensor(model: GPT, batch: Batch) -> Step:
+    """Return the step of DTensor's tensor parallelism."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    plan = {f"*.{k}": ColwiseParallel() for k in COLUMNS}
+    plan |= {f"*.{k}": RowwiseParallel() for k in ROWS}  # type: ignore[dict-item, misc]
+    parallelize_module(model.blocks, init_device_mesh("cpu", (dist.get_world_size(),)), plan)  # type: ignore[arg-type]
+    return sgd_step(lambda: model(*batch), model.parameters())
+
+
+def own_rows(batch: Batch) -> Batch:
+    """Return this rank's rows of a batch."""
+    words, following = (x.chunk(dist.get_world_size())[dist.get_rank()] for x in batch)
+    return words, following
+
+
+class Contest(NamedTuple):
+    """A peer's step and the partitioned step with the same layouts."""
+
+    peer: str
+    steps: tuple[Step, Step]
+    is_sharded: bool
+
+
+def contests(width: int) -> list[Contest]:
+    """Return the pairs of steps that are compared, all from the same parameters."""
+    torch.manual_seed(0)
+    model = GPT(width)
+    generator = torch.Generator().manual_seed(1)
+    text = torch.randint(WORDS, (BATCH, LENGTH + 1), generator=generator)
+    batch = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+    new = lambda: copy.deepcopy(model)  # noqa: E731
+    ours = lambda layout, data: partitioned(new(), batch, layout, data)  # noqa: E731
+    return [
+        Contest("DDP", (ddp(new(), batch), ours(lambda _: P(), P("x"))), True),
+        Contest("FSDP2", (fsdp(new(), batch), ours(lambda _: P("x"), P("x"))), True),
+        Contest("DTensor", (dtensor(new(), batch), ours(tensor_parallel, P())), False),
+    ]
+
+
+def global_losses(contest: Contest, losses: tuple[Tensor, Tensor]) -> list[float]:
+    """Return the mean losses of the global batch."""
+    if contest.is_sharded:
+        # Copies: DDP's loss is a mean over its rows, the partitioned one a term of the sum.
+        losses = losses[0] / dist.get_world_size(), losses[1].clone()
+        for loss in losses:
+            dist.all_reduce(loss)
+    return [float(loss) for loss in losses]
+
+
+def timed(step: Step) -> tuple[float, Tensor]:
+    """Return the seconds of a step that all ranks begin together, and its loss."""
+    dist.barrier()
+    start = time.perf_counter()
+    loss = step()
+    return time.perf_counter() - start, loss
+
+
+Result = tuple[list[float], list[float], float]
+"""Seconds of the peer's steps and of the partitioned ones, and the largest difference of losses."""
+
+
+def measure(width: int, rounds: int) -> dict[str, Result]:
+    """Return the times of all contests on this rank."""
+    warnings.simplefilter("ignore")
+    fs.init(Mesh(x=dist.get_world_size()))
+    results: dict[str, Result] = {}
+    entered = contests(width)
+    for round_ in range(-3, rounds):
+        for contest in entered:
+            (peer, loss), (ours, our_loss) = map(timed, contest.steps)
+            one, other = global_losses(contest, (loss, our_loss))
+            peers, times, difference = results.get(contest.peer, ([], [], 0.0))
+            results[contest.peer] = peers, times, max(difference, abs(one - other))
+            if round_ >= 0:
+                peers.append(peer)
+                times.append(ours)
+    return results
+
+
+def main() -> None:
+    """Measure and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--ranks", type=int, nargs="*", default=RANKS)
+    parser.add_argument("--widths", type=int, nargs="*", default=WIDTHS)
+    options = parser.parse_args()
+    # By its importable name: other processes do not know this module as __main__.
+    from tests.benchmarks.bench_train_step import measure
+
+    title = f"A training step of a GPT with {LAYERS} layers (goal {GOAL})"
+    columns = (
+        "ranks",
+        "width",
+        "peer",
+        "peer, ms",
+        "partition, ms",
+        "over the peer",
+        "losses differ",
+    )
+    table = Table(*columns, title=title)
+    for ranks in options.ranks:
+        for width in options.widths:
+            results = run_ranks(ranks, measure, width, options.rounds, timeout=600)[0]
+            for peer, (peers, times, difference) in results.items():
+                ratio = statistics.median(b / a for a, b in zip(peers, times, strict=True))
+                fastest = (f"{1000 * min(seconds):.1f}" for seconds in (peers, times))
+                cells = f"{ratio:.2f}", f"{difference:.0e}"
+                table.add_row(str(ranks), str(width), peer, *fastest, *cells)
+        table.add_section()
+    close_all()
+    Console(width=110).print(table)
+
+
+if __name__ == "__main__":
+    main()
