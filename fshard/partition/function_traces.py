@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from fshard._torch.autograd_state import version_of
 from fshard._util.cache import BoundedDict
 from fshard._util.errors import raise_if
 from fshard.layout.spec import Spec
@@ -46,6 +47,8 @@ class FunctionTraces:
         self.python_state = PythonState(fn)
         self.states: dict[StateKey, StateKey] = {}
         self.traces: dict[Any, tuple[TracedFunction, TreeDef]] = BoundedDict()
+        self.read: dict[int, tuple[torch.Tensor, int]] = {}
+        """Closed-over tensors whose values a trace read, with their versions then."""
 
     def state(self, calls: dict[Any, Any]) -> Any:
         """Return the key of all that a trace depends on beside its arguments.
@@ -59,7 +62,9 @@ class FunctionTraces:
                 for cache in (self.states, self.traces, calls):
                     cache.clear()
             known = self.states[key] = key
-        return torch.get_default_dtype(), known
+        versions = [(key, version_of(x), before) for key, (x, before) in self.read.items()]
+        written = tuple([(key, now) for key, now, before in versions if now != before])
+        return torch.get_default_dtype(), known, written
 
     def trace(
         self, leaves: Sequence[Any], tree: TreeDef, specs: Sequence[Spec | None],
@@ -96,4 +101,6 @@ class FunctionTraces:
         tensors = [meta for meta in metas if meta is not None]
         traced = trace(flat, tensors, self.where, requires_grad=signature.requires_grad,
                        devices=signature.devices)  # fmt: skip
+        for x in traced.read:
+            self.read.setdefault(id(x), (x, version_of(x)))
         return traced, result_trees[-1]

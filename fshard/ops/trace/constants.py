@@ -1,4 +1,4 @@
-"""Values of traced tensors that depend on no argument and no closed-over tensor."""
+"""Values of traced tensors that depend on no argument."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fshard._torch.fake_tensors import FakeTensor
 from fshard._torch.modes import DisableTorchFunction, disable_dispatch_modes
 from fshard._torch.operators import OpOverload
 from fshard.layout.tree import tensors_in
@@ -36,27 +37,58 @@ READS: frozenset[Any] = frozenset(
 
 
 def read_constants(
-    func: Any, args: Sequence[Any], kwargs: Any, node_of: Callable[[Tensor], fx.Node | None]
-) -> tuple[Any, ...]:
-    """Return the value that a function reads, in a tuple; () if it depends on other tensors.
+    func: Any,
+    args: Sequence[Any],
+    kwargs: Any,
+    node_of: Callable[[Tensor], fx.Node | None],
+    closed_over: Callable[[str], Tensor],
+) -> tuple[tuple[Any, ...], list[Tensor]]:
+    """Return the value that a function reads, in a tuple; () if it depends on an argument.
+
+    Also return the closed-over tensors that the value depends on.
 
     Args:
         func: one of `READS`.
         args: its arguments.
         kwargs: its keyword arguments.
         node_of: the node of a traced tensor, None for another tensor.
+        closed_over: the closed-over tensor of a node, by its target.
     """
     values: dict[fx.Node, Any] = {}
-    nodes = [node_of(x) for x in tensors_in((args, kwargs))]
+    tensors = [*tensors_in((args, kwargs))]
+    nodes = [node_of(x) for x in tensors]
+    read: list[Tensor] = []
+
+    def value_of(x: Tensor, node: fx.Node | None) -> Any:
+        if node is None:
+            read.append(x)
+            return x
+        return values[node]
+
     with disable_dispatch_modes(), DisableTorchFunction(), torch.no_grad():
-        if not all(node is not None and _evaluate(node, values) for node in nodes):
-            return ()
-        real = iter([values[node] for node in nodes if node is not None])
+        if not all(map(lambda x, node: _is_constant(x, node, values, closed_over), tensors, nodes)):
+            return (), []
+        real = iter([*map(value_of, tensors, nodes)])
         placed, named = map_call(args, kwargs, Tensor, lambda _: next(real))
-        return (func(*placed, **named),)
+        read += [values[node] for node in values if node.op == "get_attr"]
+        return (func(*placed, **named),), read
 
 
-def _evaluate(node: fx.Node, values: dict[fx.Node, Any]) -> bool:
+def _is_constant(
+    x: Tensor,
+    node: fx.Node | None,
+    values: dict[fx.Node, Any],
+    closed_over: Callable[[str], Tensor],
+) -> bool:
+    """Return True if a tensor has a value: a closed-over one, or computed from constants."""
+    if node is None:
+        return not isinstance(x, FakeTensor) and not x.is_inference()
+    return _evaluate(node, values, closed_over)
+
+
+def _evaluate(
+    node: fx.Node, values: dict[fx.Node, Any], closed_over: Callable[[str], Tensor]
+) -> bool:
     """Compute the value of a node, and of those before it; return False if it is not constant."""
     todo = [node]
     while todo:
@@ -66,6 +98,11 @@ def _evaluate(node: fx.Node, values: dict[fx.Node, Any]) -> bool:
             todo.pop()
         todo += missing
         if missing or last in values:
+            continue
+        if last.op == "get_attr":
+            values[last] = closed_over(str(last.target))
+            if values[last].is_inference():
+                return False
             continue
         tags = getattr(last.target, "tags", ())
         is_random = torch.Tag.nondeterministic_seeded in tags

@@ -62,6 +62,13 @@ class _TraceMode(TorchFunctionMode):
     def __init__(self, where: str, requires_grad: Sequence[bool]) -> None:
         super().__init__()
         self.where, self.requires_grad = where, any(requires_grad)
+        self.closures: list[torch.Tensor] = []
+
+    def read(self, func: Any, args: Sequence[Any], kwargs: Any) -> tuple[Any, ...]:
+        """Return the value that a function reads of constants, in a tuple, or ()."""
+        values, closures = read_constants(func, args, kwargs or {}, _node_of, _closed_over())
+        self.closures += closures
+        return values
 
     def refuse(self, func: Any) -> None:
         """Raise `ShardingError` for calls that cannot be traced."""
@@ -99,7 +106,7 @@ class AboveAutograd(_TraceMode):
         is_above = any(map(gt, _levels(), self.levels)) or is_any_autocast_enabled()
         if func in AUTOGRAD_CALLS or is_above:
             raise TakesGradients
-        if func in READS and (values := read_constants(func, args, kwargs or {}, _node_of)):
+        if func in READS and (values := self.read(func, args, kwargs)):
             return values[0]
         out = WITHOUT_READS.get(func, func)(*args, **(kwargs or {}))
         if func == torch.Tensor.requires_grad.__get__ and not out:  # type: ignore[attr-defined]
@@ -122,7 +129,7 @@ class BelowAutograd(_TraceMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         self.refuse(func)
-        if func in READS and (values := read_constants(func, args, kwargs or {}, _node_of)):
+        if func in READS and (values := self.read(func, args, kwargs)):
             return values[0]
         out = WITHOUT_READS.get(func, func)(*args, **(kwargs or {}))
         has_graph = func is not torch.autograd.grad or bool((kwargs or {}).get("create_graph"))
@@ -176,6 +183,14 @@ class SavedTensors(TorchDispatchMode):
 
 
 _DETACH = torch.ops.aten.detach.default
+
+
+def _closed_over() -> Callable[[str], torch.Tensor]:
+    """Return the function from names to closed-over tensors of the graph that is being traced."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    mode: Any = get_proxy_mode()
+    return lambda name: getattr(mode.tracer.root, name)
 
 
 def _node_of(x: torch.Tensor) -> fx.Node | None:

@@ -19,7 +19,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import fx
-from torch.overrides import TorchFunctionMode
 
 from fshard._torch.autograd_state import is_any_autocast_enabled
 from fshard._torch.fake_tensors import (
@@ -83,6 +82,8 @@ class TracedFunction:
     written: tuple[int, ...] = ()
     lost: tuple[tuple[str, frozenset[int]], ...] = ()
     tracked: frozenset[int] = frozenset()
+    read: tuple[torch.Tensor, ...] = ()
+    """Closed-over tensors whose values the function read."""
 
     def check(self, requires_grad: Sequence[bool], names: Sequence[str], where: str) -> None:
         """Raise `ShardingError` for writes whose gradients would differ from PyTorch's.
@@ -142,7 +143,8 @@ def trace(
 
 def _trace(
     fn: Callable[..., Sequence[Any]], metas: Sequence[Meta], where: str, above: bool,
-    requires_grad: Sequence[bool], devices: Sequence[torch.device], mode: TorchFunctionMode,
+    requires_grad: Sequence[bool], devices: Sequence[torch.device],
+    mode: AboveAutograd | BelowAutograd,
 ) -> TracedFunction:  # fmt: skip
     """Trace a function under a mode; dead code is not eliminated."""
     # Importing the tracer takes a second.
@@ -180,7 +182,8 @@ def _trace(
             raise
         except Exception as error:  # noqa: BLE001 - it is the user's function that ran
             _refuse(where, error)
-    return TracedFunction(graph, written, tuple(lost), tracked if above else frozenset())
+    return TracedFunction(graph, written, tuple(lost), tracked if above else frozenset(),
+                          tuple(mode.closures))  # fmt: skip
 
 
 @contextmanager

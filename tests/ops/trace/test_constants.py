@@ -44,7 +44,7 @@ def drawn(x: Tensor) -> Tensor:
 
 
 def of_closure(x: Tensor) -> Tensor:
-    return x if (CLOSED_OVER * 2).sum() > 1 else -x
+    return x if (CLOSED_OVER * 2).sum() > 1 and CLOSED_OVER[0] > 0 else -x
 
 
 def of_argument(x: Tensor) -> Tensor:
@@ -60,7 +60,19 @@ def test_constants_are_read(fn: Callable[[Tensor], Tensor]) -> None:
     torch.testing.assert_close(*grads)
 
 
-@pytest.mark.parametrize("fn", [written, drawn, of_closure, of_argument])
+@pytest.mark.parametrize("fn", [written, drawn, of_argument])
 def test_other_reads_are_refused(fn: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(fs.ShardingError, match="reads a tensor's values"):
         fs.partition(fn, mesh=MESH)(torch.ones(4))
+
+
+def test_values_of_closures_are_read_and_guarded() -> None:
+    x = torch.arange(4.0)
+    part = fs.partition(of_closure, mesh=MESH, in_specs=P("dp"))
+    try:
+        for value in (1, -1, 2):
+            CLOSED_OVER.fill_(value)
+            for _ in range(2):
+                torch.testing.assert_close(part(x), of_closure(x))
+    finally:
+        CLOSED_OVER.fill_(1)
