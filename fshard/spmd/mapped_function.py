@@ -217,11 +217,13 @@ class MappedFunction:
         if self.axis_names is not None:
             outer = None if transport is None else outer
             return shard_map_scope(self.where, self.mesh, self.axis_names, outer, rank)
-        meshes = list(dict.fromkeys(pair.mesh for pair in pairs))
+        named = [] if self.mesh is None else [self.mesh]
+        meshes = list(dict.fromkeys([*named, *(pair.mesh for pair in pairs)]))
         if len(meshes) != 1:
             fail(self.where, f"pairs of {', '.join(map(str, meshes)) or 'no pair at all'}",
                  "all pairs must have one mesh, which is the one that is mapped over",
-                 "fs.shard makes a pair of a tensor and a spec")  # fmt: skip
+                 "fs.shard makes a pair of a tensor and a spec; or mesh=, without pairs",
+            )  # fmt: skip
         return local_map_scope(meshes[0], outer, rank)
 
     def specs_of(self, tree: ResultTree) -> tuple[PathSpec, ...]:

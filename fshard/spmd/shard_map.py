@@ -63,9 +63,12 @@ def shard_map(
     function closes over, a module's parameters for example, are differentiated as arguments with
     `P()`.
 
-    Values that the host reads off varying tensors (`if`, `.item()`) are allowed: results that may
-    depend on them are compared by value. With `check=False` the body may write into its arguments,
-    also into memory that the caller shares with them, such as a pair's.
+    Values that the host reads off varying tensors (`if`, `.item()`) are allowed, on all ranks
+    alike: results that must be equal are then compared by value. Types do not see text (`str(x)`),
+    errors that some ranks catch, tensor hooks, other threads, and containers that other code
+    changes; `check="values"` compares results whatever they depend on. With `check=False` the body
+    may write into its arguments, also into memory that the caller shares with them, such as a
+    pair's.
 
     In the body of another `shard_map` further axes of the same mesh are mapped. An argument is then
     a value that this rank holds unsharded; it is sharded among the ranks that differ in the further
@@ -98,14 +101,17 @@ def local_map(
     *,
     in_specs: Any,
     out_specs: Any,
+    mesh: Mesh | None = None,
     redistribute_inputs: bool = False,
 ) -> Any:
     """Map a function of locals over pairs, on the pairs' own mesh; call or decorator form.
 
     Args:
         fn: the function of local tensors; without it, a decorator is returned.
-        in_specs: as in `shard_map`; at least one argument must be a pair.
+        in_specs: as in `shard_map`.
         out_specs: as in `shard_map`.
+        mesh: the mesh, for calls without a pair, whose results are global tensors. None takes the
+            pairs' mesh.
         redistribute_inputs: as in `shard_map`.
 
     Returns:
@@ -114,7 +120,7 @@ def local_map(
         be named, if the pairs' mesh is a part of its mesh.
 
     Raises:
-        ShardingError: pairs of several meshes or none, and as `shard_map`.
+        ShardingError: pairs of several meshes, neither a pair nor a mesh, and as `shard_map`.
 
     Gradients are those of `shard_map`. After `torch.distributed.tensor.experimental.local_map`.
 
@@ -126,4 +132,5 @@ def local_map(
     tensor([0., 2., 4., 6.])
     """
     options: dict[str, Any] = {"redistribute_inputs": redistribute_inputs, "check": False}
-    return map_function(fn, "fs.local_map", None, in_specs, out_specs, None, **options)
+    check_mesh(mesh, "fs.local_map")
+    return map_function(fn, "fs.local_map", mesh, in_specs, out_specs, None, **options)

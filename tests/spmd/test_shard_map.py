@@ -386,6 +386,15 @@ def test_local_map_needs_one_mesh() -> None:
         fs.local_map(3, in_specs=P(), out_specs=P())  # type: ignore[arg-type]
 
 
+def test_local_map_of_global_tensors_takes_a_mesh() -> None:
+    options: dict[str, Any] = {"in_specs": P("x"), "out_specs": P("x"), "mesh": MESH}
+    double = fs.local_map(lambda v: 2 * v, **options)
+    assert torch.equal(double(ints(6, 6)), 2 * ints(6, 6))
+    assert double(pair_of(ints(6, 6), P("x"))).mesh == MESH
+    with pytest.raises(ShardingError, match=r"pairs of Mesh\(x=2, y=3\), Mesh\(x=2\)"):
+        double(pair_of(ints(6, 6), P("x"), Mesh(x=2)))
+
+
 def test_repeated_runs_are_bit_equal() -> None:
     x, w, v = weights()
     outs = [sharded_mlp(MESH)(x, w, v) for _ in range(3)]

@@ -1,8 +1,8 @@
 """Gradients taken in the body, and entry points of PyTorch that bypass function modes.
 
 A graph gets its types while it is recorded, and its casts contain all sums of gradients. Gradients
-therefore have the dual types, and nothing is tracked while PyTorch's engine runs. What the host has
-read does not change them: ends of a gradient that are control-dependent are compared by value.
+therefore have the dual types, and nothing is tracked while PyTorch's engine runs. A host read does
+not change them: ends of a gradient that are control-dependent are compared by value.
 """
 
 from __future__ import annotations

@@ -85,7 +85,8 @@ def check_promises(
                     y = cast_by(ExitControl(tracker.mesh, (), controlled, tracker.agreed), y)
             outputs.append(y)
     tracker.raise_all(problems)
-    if tracker.values or tracker.read_states.items:
+    must_compare = others or any(_equal_along(promise.p, axes) for promise in promises)
+    if must_compare and (tracker.values or tracker.read_states.items):
         with tracker.pause():
             sites = tracker.read_sites
             check_values(tracker.mesh, axes, promises, tracker.name, sites, others)

@@ -41,7 +41,7 @@ def inputs(mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def on_one_device(mesh: Mesh) -> list[torch.Tensor]:
-    """Return what `pipeline` must return."""
+    """Return the expected results of `pipeline`, of all stages in turn."""
     weights, batches = inputs(mesh)
     y = batches
     for w in weights:
