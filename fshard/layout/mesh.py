@@ -428,6 +428,18 @@ def _shape(mesh: Mesh) -> Mapping[str, int]:
 
 
 @lru_cache(maxsize=64)
+def check_is_mesh(mesh: object, where: str) -> None:
+    """Raise `ShardingError` unless a value is a `Mesh`; the fix for a `DeviceMesh` is its mesh."""
+    if isinstance(mesh, Mesh):
+        return
+    fix = "fs.Mesh(dp=2, tp=4)"
+    if hasattr(mesh, "mesh_dim_names"):
+        names = mesh.mesh_dim_names or [f"axis_{dim}" for dim in range(mesh.ndim)]  # type: ignore[attr-defined]
+        grid = ", ".join(f"{name}={mesh.size(dim)}" for dim, name in enumerate(names))  # type: ignore[attr-defined]
+        fix = f"fs.Mesh({grid}, devices={mesh.mesh.flatten().tolist()})"  # type: ignore[attr-defined]
+    fail(where, f"a mesh of type {type(mesh).__name__}", "a mesh must be a fs.Mesh", fix)
+
+
 def _ranks(mesh: Mesh) -> range | tuple[int, ...]:
     first, last = min(mesh.devices), max(mesh.devices)
     dense = last - first + 1 == len(mesh.devices)

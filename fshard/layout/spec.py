@@ -14,7 +14,7 @@ from fshard._util.errors import fail, raise_if
 from fshard._util.hooks import Hook
 from fshard._util.text import axes_text
 from fshard.layout.equivalence import canonical_grid, has_coincident_shards, states_of_rank
-from fshard.layout.mesh import Mesh
+from fshard.layout.mesh import Mesh, check_is_mesh
 from fshard.layout.partition_spec import LINEAR, PartitionSpec, chunk_sizes
 from fshard.layout.validation import (
     Sizes,
@@ -101,6 +101,8 @@ class Spec:
         sizes: Mapping[int, Sequence[int] | None] | None = None,
         uneven: str | None = None,
     ) -> None:
+        if not isinstance(mesh, Mesh):
+            check_is_mesh(mesh, "fs.Spec")
         raise_if("fs.Spec", type_problems(mesh, partition, shape, dtype))
         shape = as_ints(shape) or ()
         problems = value_problems(mesh, partition, shape, dtype, uneven)
@@ -299,6 +301,8 @@ class Spec:
         partition = self.partition if partition is None else partition
         shape = self.shape if shape is None else shape
         mesh, dtype = mesh or self.mesh, dtype or self.dtype
+        if not isinstance(mesh, Mesh):
+            check_is_mesh(mesh, "Spec.replace")
         raise_if("Spec.replace", type_problems(mesh, partition, shape, dtype))
         shape, sizes = as_ints(shape) or (), {} if sizes is None else sizes
         if not isinstance(sizes, Mapping):

@@ -24,7 +24,14 @@ from fshard.layout.sharded import Sharded
 from fshard.layout.spec import Spec
 from fshard.layout.tree import is_pair, map_leaves
 from fshard.ops.core.cache_keys import freeze, unfreeze_call
-from fshard.ops.core.call import READS_VALUE, fill_call, instances_in, map_call, name_of
+from fshard.ops.core.call import (
+    READS_VALUE,
+    check_callable,
+    fill_call,
+    instances_in,
+    map_call,
+    name_of,
+)
 from fshard.ops.core.registry import decomposition_of, read_arguments
 from fshard.ops.propagate.propagate import (
     is_composite,
@@ -89,6 +96,8 @@ def on_pairs(
     """
     if mode not in MODES:
         fail("fs.on_pairs", f"mode={mode!r}", "mode must be 'explicit' or 'auto'", "mode='auto'")
+    if not callable(op):
+        check_callable(op, "fs.on_pairs")
     if topology is not None:
         as_topology("fs.on_pairs", topology)
     return functools.partial(_apply, op, mode, topology)

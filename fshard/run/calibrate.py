@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from fshard._util.errors import Problem, fail, raise_if
-from fshard.layout.mesh import Mesh
+from fshard.layout.mesh import Mesh, check_is_mesh
 from fshard.program.cost.topology import Link, Topology
 from fshard.program.cost.traffic import Traffic, all_gather_traffic, all_to_all_traffic
 from fshard.run.transports.base import (
@@ -98,9 +98,7 @@ def calibrate(
 
 def _world(mesh: Mesh, seconds: float, save: object) -> ProcessWorld:
     """Return this process's transport; raise `ShardingError` for wrong arguments."""
-    if not isinstance(mesh, Mesh):
-        fail("fs.calibrate", f"a mesh of {mesh!r}", "its argument must be a Mesh",
-             "fs.calibrate(fs.Mesh(dp=2, tp=4))")  # fmt: skip
+    check_is_mesh(mesh, "fs.calibrate")
     world = own_transport()
     if is_simulated() or not isinstance(world, ProcessWorld):
         _no_ranks(mesh)

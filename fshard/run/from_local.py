@@ -9,7 +9,7 @@ import torch
 
 from fshard._util.errors import Problem, fail, raise_if
 from fshard._util.text import numbers_text
-from fshard.layout.mesh import Mesh
+from fshard.layout.mesh import Mesh, check_is_mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.sharded import Sharded
 from fshard.layout.spec import DTYPE_NAMES, Spec
@@ -85,7 +85,8 @@ def from_local(
     >>> fs.from_local(replicas, fs.Mesh(x=2), fs.P(), check="broadcast").local[1]
     tensor([1., 1.])
     """
-    if not isinstance(mesh, Mesh) or not isinstance(partition, PartitionSpec):
+    check_is_mesh(mesh, "fs.from_local")
+    if not isinstance(partition, PartitionSpec):
         fail("fs.from_local", f"{mesh!r} and {partition!r}",
              "the arguments must be a local, a Mesh and a P",
              "fs.from_local(local, fs.Mesh(x=2), fs.P('x')), say")  # fmt: skip

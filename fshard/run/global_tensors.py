@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -15,6 +15,7 @@ from fshard._torch.memory import unaliased
 from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import fail
 from fshard._util.tracebacks import hide_frames
+from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import LINEAR, PartitionSpec
 from fshard.layout.sharded import Pair, Sharded
 from fshard.layout.spec import Spec
@@ -23,7 +24,7 @@ from fshard.plan.redistribute import redistribute
 from fshard.program.program import Program
 from fshard.program.steps import AllSlice, InvariantToReduced, ReplicatedToUnreduced, Step
 from fshard.run.autograd.replicate import replicate_shards, replicated_value
-from fshard.run.execute import check_shards, run_typed_hook
+from fshard.run.execute import Pending, check_shards, run_typed_hook
 from fshard.run.from_local import header_of, read_header
 from fshard.run.transports.base import (
     Label,
@@ -37,6 +38,7 @@ from fshard.run.transports.base import (
 from fshard.run.transports.reduce_dtypes import neutral_like, over
 
 T = TypeVar("T")
+TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
 PLANS = "it plans with the sizes of its spec: call it outside of what torch.compile traces"
 
 
@@ -104,14 +106,13 @@ def _read_pair(pair: Pair, where: str) -> Sharded:
     return Sharded(*pair)
 
 
-def _check_global(x: object, spec: Spec, where: str) -> None:
+def _check_global(x: Any, spec: Spec, where: str) -> None:
     if not isinstance(spec, Spec):
         fail(where, f"{spec!r} as the spec",
              "a spec must be a fs.Spec, with a mesh, shape and dtype",
              "fs.Spec(mesh, P(...), shape=x.shape, dtype=x.dtype)")  # fmt: skip
-    if not isinstance(x, torch.Tensor):
-        fail(where, f"a {type(x).__name__}", "a global tensor must be a torch.Tensor",
-             "torch.as_tensor(value)")  # fmt: skip
+    if not isinstance(x, torch.Tensor) or type(x) not in TENSOR_TYPES:
+        _check_tensor(x, where)
     if tuple(x.shape) != spec.shape or x.dtype != spec.dtype:
         fail(where, f"a tensor of shape {tuple(x.shape)} and {x.dtype} for {spec}",
              f"the tensor must have the spec's shape {spec.shape} and {spec.dtype}",
@@ -127,8 +128,60 @@ def _check_linear(spec: Spec, where: str) -> None:
              f"is {kinds[0]}", "detach() it, or shard it as P() and reduce later")  # fmt: skip
 
 
+@lru_cache(maxsize=CACHE_SIZE)
+def _spec_on(mesh: Mesh, p: PartitionSpec, shape: tuple[int, ...], dtype: torch.dtype) -> Spec:
+    return Spec(mesh, p, shape=shape, dtype=dtype, uneven="chunk")
+
+
+def _check_layout(layout: object, partition: object, where: str) -> None:
+    """Raise `ShardingError` unless the arguments are a `Spec`, or a `Mesh` and a `P`."""
+    if isinstance(layout, Spec) and partition is None:
+        return
+    if isinstance(layout, Mesh) and isinstance(partition, PartitionSpec):
+        return
+    types = [type(value).__name__ for value in (layout, partition) if value is not None]
+    fail(
+        where,
+        f"a layout of {' and '.join(types) or 'None'}",
+        "the layout must be a fs.Spec, or a fs.Mesh and a P",
+        "fs.Spec(mesh, P(...), shape=x.shape, dtype=x.dtype), or mesh, P(...)",
+    )
+
+
+def _layout_of(x: Any, layout: Any, partition: Any, where: str) -> Spec:
+    """Return the spec of a global tensor in a layout that `_check_layout` accepts."""
+    _check_layout(layout, partition, where)
+    if isinstance(layout, Spec):
+        return layout
+    _check_tensor(x, where)
+    return _spec_on(layout, partition, tuple(x.shape), x.dtype)
+
+
+def _check_tensor(x: object, where: str) -> None:
+    """Raise `ShardingError` unless `x` is a plain tensor, which a `DTensor` is not."""
+    if not isinstance(x, torch.Tensor):
+        fail(
+            where,
+            f"a {type(x).__name__}",
+            "a global tensor must be a torch.Tensor",
+            "torch.as_tensor(value)",
+        )
+    if type(x).__module__.startswith("torch.distributed."):
+        fail(
+            where,
+            f"a {type(x).__name__}",
+            "a global tensor must be a plain torch.Tensor, without a layout of its own",
+            "x.full_tensor() for the global tensor; or fs.from_local(x.to_local(), mesh, P(...))",
+        )
+
+
 @skip_frames_below(PLANS)
-def shard(global_tensor: torch.Tensor, spec: Spec, /) -> Sharded:
+def shard(
+    global_tensor: torch.Tensor,
+    spec: Spec | Mesh,
+    partition: PartitionSpec | None = None,
+    /,
+) -> Sharded:
     """Shard a global tensor that every process holds, without communication.
 
     An unreduced axis gets the value on coordinate 0 and the neutral element elsewhere. The
@@ -136,7 +189,9 @@ def shard(global_tensor: torch.Tensor, spec: Spec, /) -> Sharded:
 
     Args:
         global_tensor: the tensor, of the spec's shape and dtype.
-        spec: the layout.
+        spec: the layout, or the mesh of `partition`.
+        partition: the layout on the mesh; dims that it does not divide are chunked as
+            `torch.chunk` does.
 
     Returns:
         The pair. Its local is this rank's slice, in memory of its own; in a simulation the tuple of
@@ -151,8 +206,12 @@ def shard(global_tensor: torch.Tensor, spec: Spec, /) -> Sharded:
     >>> spec = fs.Spec(fs.Mesh(x=2), fs.P("x"), shape=(4,))
     >>> fs.shard(torch.arange(4.0), spec).local
     (tensor([0., 1.]), tensor([2., 3.]))
+    >>> fs.shard(torch.arange(3.0), fs.Mesh(x=2), fs.P("x")).spec
+    f32[3@x:chunk]
     """
     try:
+        if partition is not None or not isinstance(spec, Spec):
+            spec = _layout_of(global_tensor, spec, partition, "fs.shard")
         if current_transport() is None:
             return Sharded(shards_of(global_tensor, spec), spec)
         check_sharding(global_tensor, spec)
@@ -213,8 +272,18 @@ def unshard(pair: Pair, /) -> torch.Tensor:
         raise
 
 
+@overload
+def reshard(
+    pair: Pair, to: Spec | PartitionSpec, /, *, async_op: Literal[False] = ..., **options: Any
+) -> Sharded: ...
+@overload
+def reshard(
+    pair: Pair, to: Spec | PartitionSpec, /, *, async_op: Literal[True], **options: Any
+) -> Pending: ...
 @skip_frames_below(PLANS)
-def reshard(pair: Pair, to: Spec | PartitionSpec, /, **options: Any) -> Sharded:
+def reshard(
+    pair: Pair, to: Spec | PartitionSpec, /, *, async_op: bool = False, **options: Any
+) -> Any:
     """Redistribute a pair to another layout: plan with `fs.redistribute` and run the program.
 
     The gradient is redistributed back, by the transposed program.
@@ -224,10 +293,12 @@ def reshard(pair: Pair, to: Spec | PartitionSpec, /, **options: Any) -> Sharded:
             rank outside of the spec's mesh passes None as its local.
         to: the target; a `P` keeps the mesh, and dims that it does not divide are chunked as
             `torch.chunk` does.
+        async_op: launch the last collective and return without waiting for it; without a gradient.
         **options: those of `fs.redistribute`.
 
     Returns:
-        The pair in the target layout. A rank outside of the target's mesh gets an empty tensor.
+        The pair in the target layout, a `Sharded`; with `async_op` a `Pending` whose `.wait()`
+        returns it. A rank outside of the target's mesh gets an empty tensor.
 
     Raises:
         ShardingError: the arguments are not a pair and a target, the local is not of its spec, or
@@ -247,6 +318,8 @@ def reshard(pair: Pair, to: Spec | PartitionSpec, /, **options: Any) -> Sharded:
                  "fs.P('x'), say")  # fmt: skip
         target = to if isinstance(to, Spec) else spec.replace(partition=to, uneven="chunk")
         prog = redistribute(spec, target, **options)
+        if async_op:
+            return _start_reshard(prog, local)
         if local is None:
             return Sharded(prog(local), target)
         if isinstance(local, torch.Tensor):
@@ -256,6 +329,27 @@ def reshard(pair: Pair, to: Spec | PartitionSpec, /, **options: Any) -> Sharded:
     except Exception as error:
         hide_frames(error)
         raise
+
+
+def _start_reshard(prog: Program, local: Any) -> Pending:
+    """Launch a program on a local, and return the pending pair."""
+    if not isinstance(local, torch.Tensor):
+        pending = prog(local, async_op=True)
+        sources = local or ()
+
+        def wait() -> Sharded:
+            shards = pending.wait()
+            if isinstance(shards, torch.Tensor):
+                return Sharded(shards, prog.dst)
+            return Sharded(tuple(unaliased(y, sources) for y in shards), prog.dst)
+
+        return Pending(wait)
+
+    def launch(x: torch.Tensor) -> Pending:
+        pending = prog(x, async_op=True)
+        return Pending(lambda: Sharded(unaliased(pending.wait(), [x]), prog.dst))
+
+    return _typed("fs.reshard", local, prog.src, prog.dst, launch)
 
 
 # -- scatter --------------------------------------------------------------------------
@@ -311,7 +405,14 @@ def _send_shards(
     return over(received.view(shape), divisor)
 
 
-def scatter(tensor: torch.Tensor | None, spec: Spec, /, *, src: int = 0) -> Sharded:
+def scatter(
+    tensor: torch.Tensor | None,
+    spec: Spec | Mesh,
+    partition: PartitionSpec | None = None,
+    /,
+    *,
+    src: int = 0,
+) -> Sharded:
     """Shard a global tensor that one rank holds; every rank is sent its shard alone.
 
     The gradient is gathered on rank `src`; under `torchrun` it has no second derivative.
@@ -319,7 +420,9 @@ def scatter(tensor: torch.Tensor | None, spec: Spec, /, *, src: int = 0) -> Shar
     Args:
         tensor: the tensor on rank `src`; ignored on other ranks, which may pass None. In a
             simulation it is the tensor.
-        spec: the layout.
+        spec: the layout, or the mesh of `partition` where only rank `src` knows the shape.
+        partition: the layout on the mesh; dims that it does not divide are chunked as
+            `torch.chunk` does.
         src: the rank that holds the tensor, a rank of the spec's mesh.
 
     Returns:
@@ -334,27 +437,36 @@ def scatter(tensor: torch.Tensor | None, spec: Spec, /, *, src: int = 0) -> Shar
     >>> fs.scatter(torch.arange(4.0), spec).local
     (tensor([0., 1.]), tensor([2., 3.]))
     """
-    if src not in spec.mesh:
-        fail("fs.scatter", f"src={src} on {spec.mesh}",
-             f"src must be one of {list(spec.mesh.ranks)}",
-             f"src={spec.mesh.ranks[0]}")  # fmt: skip
+    _check_layout(spec, partition, "fs.scatter")
+    mesh = spec if isinstance(spec, Mesh) else spec.mesh
+    if src not in mesh:
+        fail("fs.scatter", f"src={src} on {mesh}", f"src must be one of {list(mesh.ranks)}",
+             f"src={mesh.ranks[0]}")  # fmt: skip
     transport = current_transport()
     if transport is None:
+        spec = _layout_of(tensor, spec, partition, "fs.scatter")
         _check_global(tensor, spec, "fs.scatter")
         return shard(tensor, spec)  # type: ignore[arg-type]
     device = getattr(transport, "device", torch.device("cpu"))
-    if transport.rank not in spec.mesh:
+    if transport.rank not in mesh:
+        if not isinstance(spec, Spec):  # the shape is not sent to this rank
+            spec = Spec(mesh, partition or PartitionSpec(), shape=(0,) * len(partition or ()))
         return Sharded(torch.empty(0, dtype=spec.dtype, device=device), spec)
     x = tensor if transport.rank == src and isinstance(tensor, torch.Tensor) else None
     header = header_of(x, device)
-    with labelled(Label("fs.scatter", spec.mesh)):
+    with labelled(Label("fs.scatter", mesh)):
         received = transport.all_to_all(
-            header.repeat(spec.mesh.size) if transport.rank == src else header[:0],
-            [len(header) if transport.rank == src else 0] * spec.mesh.size,
-            [len(header) if rank == src else 0 for rank in spec.mesh.ranks],
-            tuple(spec.mesh.ranks),
+            header.repeat(mesh.size) if transport.rank == src else header[:0],
+            [len(header) if transport.rank == src else 0] * mesh.size,
+            [len(header) if rank == src else 0 for rank in mesh.ranks],
+            tuple(mesh.ranks),
         )()
     shape, dtype, requires_grad = read_header(received)
+    if isinstance(spec, Mesh):
+        if shape is None or dtype is None:
+            fail("fs.scatter", f"on rank {src} no tensor", "rank src must hold a tensor",
+                 "pass the global tensor on rank src")  # fmt: skip
+        spec = _spec_on(mesh, partition or PartitionSpec(), shape, dtype)
     if shape != spec.shape or dtype != spec.dtype:
         given = "no tensor" if shape is None else f"a tensor of shape {shape} and {dtype}"
         fail("fs.scatter", f"on rank {src} {given}", f"for {spec} it must have shape "

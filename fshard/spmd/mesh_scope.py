@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from fshard._util.errors import Problem, did_you_mean, fail, raise_if
-from fshard.layout.mesh import Mesh
+from fshard.layout.mesh import Mesh, check_is_mesh
 from fshard.layout.spec import Spec
 from fshard.spmd.axis_env import BoundAxes
 
@@ -108,8 +108,8 @@ def check_axis_names(axis_names: object, mesh: object, where: str) -> frozenset[
 
 def check_mesh(mesh: object, where: str) -> None:
     """Raise `ShardingError` unless `mesh` is a mesh with axes, or None."""
-    if mesh is not None and not isinstance(mesh, Mesh):
-        fail(where, f"mesh={mesh!r}", "mesh must be a fs.Mesh", "mesh=fs.Mesh(x=2)")
+    if mesh is not None:
+        check_is_mesh(mesh, where)
     if isinstance(mesh, Mesh) and not mesh.axes:
         fail(where, f"mesh={mesh}", "there must be at least one axis to map", "mesh=fs.Mesh(x=1)")
 

@@ -266,7 +266,7 @@ def test_tensor_of_another_spec_is_refused(function: Any, x: Any, text: str) -> 
 
 
 def test_shard_requires_a_spec() -> None:
-    rule = r"a spec must be a fs\.Spec, with a mesh, shape and dtype"
+    rule = r"the layout must be a fs\.Spec, or a fs\.Mesh and a P"
     with pytest.raises(ShardingError, match=rule):
         fs.shard(torch.zeros(4, 6), P("x"))  # type: ignore[arg-type]
 

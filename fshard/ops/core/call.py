@@ -136,6 +136,19 @@ def name_of(op: Any) -> str:
     return str(getattr(op, "__name__", op))
 
 
+def check_callable(op: object, where: str) -> None:
+    """Raise `ShardingError` unless an operation is a function."""
+    if not callable(op):
+        known = isinstance(op, str) and callable(getattr(torch, op, None))
+        fail(
+            where,
+            f"{op!r} of type {type(op).__name__} as the operation",
+            "an operation must be a function of torch, a torch.ops overload or a function of "
+            "tensors",
+            f"torch.{op}" if known else "torch.matmul, say",
+        )
+
+
 def argument(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
     """Return the argument `name` of a call, or its default if the call omits it.
 

@@ -232,6 +232,22 @@ def test_wrong_tensor_on_src_raises_the_same_error_on_every_rank(given: Any, tex
     assert "src must be one of [0, 1, 2, 3]" in errors(4, scatter_given, given, spec, 4)[0]
 
 
+def scatter_unknown_shape() -> tuple[Spec, list[float]]:
+    fs.init(MESH)
+    x = torch.arange(6.0, dtype=torch.float64) if dist.get_rank() == 1 else None
+    pair = fs.scatter(x, MESH, P(("x", "y")), src=1)
+    with pytest.raises(ShardingError, match="on rank 1 no tensor"):
+        fs.scatter(None, MESH, P("x"), src=1)
+    return pair.spec, fs.unshard(pair).tolist()
+
+
+def test_scatter_sends_the_shape_that_only_the_source_knows() -> None:
+    expected = Spec(MESH, P(("x", "y")), shape=(6,), dtype=torch.float64, uneven="chunk")
+    for spec, values in run_ranks(4, scatter_unknown_shape):
+        assert spec == expected
+        assert values == list(range(6))
+
+
 # -- from_local ------------------------------------------------------------------------
 
 
