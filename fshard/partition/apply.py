@@ -22,10 +22,11 @@ from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.sharded import Sharded
 from fshard.layout.spec import Spec
-from fshard.layout.tree import is_pair, map_leaves
+from fshard.layout.tree import flatten, is_pair, map_leaves, unflatten
 from fshard.ops.core.cache_keys import freeze, unfreeze_call
 from fshard.ops.core.call import (
     READS_VALUE,
+    ValueDependentShapeError,
     check_callable,
     fill_call,
     instances_in,
@@ -41,10 +42,11 @@ from fshard.ops.propagate.propagate import (
     take_options,
 )
 from fshard.ops.strategy.local_call import rank_on_mesh, run_local
-from fshard.ops.strategy.strategy import Strategy
+from fshard.ops.strategy.strategy import Strategy, has_unspecified_results
 from fshard.ops.trace.trace import refuse_autocast
 from fshard.partition.arguments import requires_grad
 from fshard.partition.partition import Partition
+from fshard.plan.redistribute import redistribute
 from fshard.program.cost.model import Cost
 from fshard.program.cost.topology import Topology
 from fshard.program.program_arguments import as_topology
@@ -161,6 +163,8 @@ def _apply(op: Any, mode: str, topology: Topology | None, /, *args: Any, **kwarg
         if is_composite(op, specs, named):
             return _apply_partitioned(op, op, specs, named, pairs, mode, topology)
         strategy = strategy_for(op, specs, named, topology, grad)
+        if has_unspecified_results(strategy):
+            return _apply_unsharded(op, mode, topology, mesh, simulated, placed, keywords)
         if not strategy.is_local and mode == "explicit":
             local = local_strategy_for(op, specs, named, topology, grad)
             strategy = local or _refuse_communication(op, strategy)
@@ -171,9 +175,12 @@ def _apply(op: Any, mode: str, topology: Topology | None, /, *args: Any, **kwarg
             for pair, prog in zip(pairs, strategy.programs, strict=True)
         ]
         return _run(strategy, mesh, simulated, locals_, placed, keywords)
+    except ValueDependentShapeError:
+        pass
     except Exception as error:
         hide_frames(error)
         raise
+    return _apply_unsharded(op, mode, topology, mesh, simulated, placed, keywords)
 
 
 def _as_pairs(
@@ -264,6 +271,43 @@ def _uncached_partition(
 
     where = f"fs.apply({name_of(reference())})"
     return Partition(run, mesh, None, None, None, topology, drop_writes=True, where=where)
+
+
+# -- shapes that depend on values -------------------------------------------------------------
+
+
+def _apply_unsharded(
+    op: Any, mode: str, topology: Topology | None, mesh: Mesh, simulated: bool,
+    args: Sequence[Any], kwargs: Mapping[str, Any],
+) -> Any:  # fmt: skip
+    """Run an operation without known result shapes on invariant operands, on every rank.
+
+    The results are invariant, with the shapes that they have then.
+    """
+    pairs = instances_in((*args, *kwargs.values()), Sharded)
+    progs = [redistribute(pair.spec, pair.spec.replace(partition=PartitionSpec()),
+                          topology=topology) for pair in pairs]  # fmt: skip
+    if mode == "explicit" and not all(prog.is_local for prog in progs):
+        choices = [(f"{prog.src} -> {prog.dst}", prog.cost(topology)) for prog in progs]
+        fail(f"fs.apply({name_of(op)})", ", ".join(str(pair.spec) for pair in pairs),
+             f"a result's shape depends on values, so the operands must be unsharded:\n"
+             f"{_table(choices)}", f"{_auto(op)} runs it")  # fmt: skip
+    locals_ = [prog(pair.local) for pair, prog in zip(pairs, progs, strict=True)]
+    ranks = zip(*locals_, strict=True) if simulated else [locals_]
+    outs = []
+    for tensors in ranks:
+        placed, named = fill_call(args, kwargs, Sharded, tensors)
+        outs.append(flatten(op(*placed, **named)))
+
+    def as_pair(*leaves: Any) -> Any:
+        first = leaves[0]
+        if not isinstance(first, torch.Tensor):
+            return first
+        spec = Spec(mesh, PartitionSpec(), shape=first.shape, dtype=first.dtype)
+        return Sharded(leaves if simulated else first, spec)
+
+    results = [as_pair(*leaves) for leaves in zip(*(leaves for leaves, _ in outs), strict=True)]
+    return unflatten(outs[0][1], results)
 
 
 # -- one operation ----------------------------------------------------------------------------

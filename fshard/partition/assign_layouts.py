@@ -163,7 +163,12 @@ class LayoutAssigner:
         op = node.target
         args, kwargs = map_call(node.args, node.kwargs, fx.Node, env.__getitem__)
         if getattr(op, "__name__", "") == "getitem":
-            return args[0][args[1]]
+            result = args[0][args[1]]
+            if result is None and isinstance(node.meta.get("val"), torch.Tensor):
+                fail(f"fs.partition: {node.args[0]}", f"result {args[1]} is used",
+                     "a result that is used must have a layout, which the rule leaves out",
+                     "only the results before; fs.apply returns all, on unsharded values")
+            return result
         if op is SET_GRAD_ENABLED:
             self.set_grad_mode(args[0])
             return None

@@ -396,3 +396,55 @@ def test_option_that_is_a_parameter_of_the_operation_points_to_on_pairs() -> Non
 def test_options_of_on_pairs_are_checked_at_once() -> None:
     assert error_of(lambda: fs.on_pairs(torch.neg, mode="implicit")).startswith("fs.on_pairs\n")
     assert "topology" in error_of(lambda: fs.on_pairs(torch.neg, topology="node"))  # type: ignore[arg-type]
+
+
+# -- shapes that depend on values ---------------------------------------------------------------
+
+
+BAGS = torch.tensor([1, 2, 3, 4]), torch.tensor([0, 2])
+
+
+@pytest.mark.parametrize(
+    ("op", "args"),
+    [
+        (torch.nonzero, ("mask",)),
+        (torch.where, ("mask",)),
+        (torch.masked_select, ("x", "mask")),
+        (lambda x, mask: x[mask], ("x", "mask")),
+        (torch.bincount, ("index",)),
+        (lambda index: torch.unique(index, return_inverse=True, return_counts=True), ("index",)),
+        (torch.unique_consecutive, ("index",)),
+        (torch.repeat_interleave, ("x", "index", 0)),
+        (aten._embedding_bag, ("x", *BAGS)),
+    ],
+)
+def test_shapes_that_depend_on_values_run_on_unsharded_values(op: Any, args: Any) -> None:
+    """In auto mode; all results are invariant. The explicit mode refuses to communicate."""
+    x = draw(6, 4)
+    tensors = {"x": x, "mask": x > 0, "index": torch.tensor([3, 1, 1, 0, 2, 2])}
+    plain = [tensors[arg] if isinstance(arg, str) else arg for arg in args]
+    pairs = [
+        pair_of(tensors[arg], "x", mesh=Mesh(x=2)) if isinstance(arg, str) else arg for arg in args
+    ]
+    actual, expected = fs.on_pairs(op, mode="auto")(*pairs), op(*plain)
+    many = isinstance(expected, tuple)
+    for pair, tensor in zip(actual if many else [actual], expected if many else [expected],
+                            strict=True):  # fmt: skip
+        assert pair.spec == pair.spec.replace(partition=P())
+        assert torch.equal(fs.unshard(pair), tensor)
+    assert "must be unsharded" in error_of(lambda: fs.on_pairs(op)(*pairs))
+
+
+def test_selection_by_mask_has_the_gradient_of_one_device() -> None:
+    x = draw(6, 4)
+    mask = x > 0
+    pair = pair_of(x, "x", mesh=Mesh(x=2))
+    shards = tuple(shard.clone().requires_grad_() for shard in pair.local)
+    result = fs.apply(lambda x, mask: x[mask], Sharded(shards, pair.spec), mask, mode="auto")
+    fs.unshard(result).square().sum().backward()
+    assert torch.equal(torch.cat([shard.grad for shard in shards]), 2 * x * mask)
+
+
+def test_results_without_a_layout_are_refused_in_partitioned_functions() -> None:
+    part = fs.partition(lambda w: torch.embedding_bag(w, *BAGS)[1] + 1, mesh=Mesh(x=2))
+    assert "must have a layout" in error_of(lambda: part(pair_of(draw(6, 4), "x", mesh=Mesh(x=2))))

@@ -16,7 +16,7 @@ import torch
 
 from fshard._torch.modes import DisableTorchFunction, without_dispatch_modes
 from fshard._torch.operators import schema_of, schema_or_none
-from fshard._util.errors import fail
+from fshard._util.errors import ShardingError, fail
 from fshard.layout.spec import Spec
 
 T = TypeVar("T")
@@ -98,6 +98,11 @@ class StaticResult:
 
 READS_VALUE = StaticResult("a number that is read from a tensor")
 """Result of an operation that turns the value of a tensor into a Python number."""
+
+
+class ValueDependentShapeError(ShardingError):
+    """Result whose shape depends on values, so that no layout describes it before it is there."""
+
 
 OP_ERRORS = (RuntimeError, IndexError, TypeError, ValueError)
 """Exceptions that PyTorch raises for invalid arguments."""
@@ -260,11 +265,17 @@ def _on_zeros(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], error: Ex
     """Run a call that has no meta kernel on zeros; raise if a result's shape depends on values."""
     lacking, text = isinstance(error, NotImplementedError), str(error)
     dynamic = torch.Tag.dynamic_output_shape in getattr(op, "tags", ())
-    if "nonzero" in text or (dynamic and (lacking or "item()" in text)):
+    if (
+        "nonzero" in text
+        or "without output_size" in text
+        or (dynamic and (lacking or "item()" in text))
+    ):
         fail(f"fs.propagate({op})", ", ".join(map(_text, (*args, *kwargs.values()))),
              "the shape of its result depends on values, but a layout must have a shape",
-             "compute with a mask and torch.where; a size argument, where it has one, fixes the "
-             "shape; fs.unshard returns the global tensor")  # fmt: skip
+             "fs.apply(op, pair, mode=\"auto\") runs it on unsharded values; in a function for "
+             "fs.partition a mask and torch.where, torch.nonzero_static(x, size=n), "
+             "repeat_interleave(x, repeats, output_size=n); fs.shard_map in its place has local shards",
+             ValueDependentShapeError)  # fmt: skip
     if not lacking:
         _refuse(op, args, kwargs, error)
     try:

@@ -112,6 +112,12 @@ class Strategy:
     __repr__ = __str__
 
 
+def has_unspecified_results(strategy: Strategy) -> bool:
+    """Return True if a result is a tensor whose layout the rule leaves out."""
+    results = zip(strategy.out_specs, strategy.call.results, strict=True)
+    return any(spec is None and meta is not None for spec, meta in results)
+
+
 def _in_tree(tree: Any, results: Sequence[Any]) -> Any:
     if isinstance(tree, StaticResult):
         return tree.value

@@ -35,7 +35,7 @@ from fshard._util.errors import Problem, ShardingError, fail, raise_if
 from fshard._util.text import one_line
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.ops.core.cache_keys import freeze, unfreeze_call
-from fshard.ops.core.call import Meta, fill_call, instances_in
+from fshard.ops.core.call import Meta, ValueDependentShapeError, fill_call, instances_in
 from fshard.ops.trace.custom_functions import extract_backwards, has_effects
 from fshard.ops.trace.draw_layouts import assign_draw_layouts
 from fshard.ops.trace.functionalize import ClosureGuard, check_writes, functional, writes
@@ -204,7 +204,12 @@ def _refuse(where: str, error: Exception) -> NoReturn:
     if isinstance(error, DataDependentOutputException):
         cause = f"{error.func} reads a tensor's values"
     elif isinstance(error, DynamicOutputShapeException):
-        cause = f"{error.func} returns a shape that depends on a tensor's values"
+        fail(place, f"{error.func} returns a shape that depends on a tensor's values",
+             "the function is traced once on tensors without values, of the global shapes",
+             "torch.where instead of masks, torch.nonzero_static(x, size=n), "
+             "repeat_interleave(x, repeats, output_size=n), counts by one_hot; fs.shard_map in the "
+             "place of this function; fs.apply(op, pair, mode=\"auto\") runs one on unsharded values",
+             ValueDependentShapeError)  # fmt: skip
     else:
         fail(place, cause, "the function is traced once on tensors of the global shapes",
              "check that it runs on global tensors, and calls no numpy() on them")  # fmt: skip
