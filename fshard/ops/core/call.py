@@ -274,7 +274,7 @@ def _on_zeros(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], error: Ex
              "the shape of its result depends on values, but a layout must have a shape",
              "fs.apply(op, pair, mode=\"auto\") runs it on unsharded values; in a function for "
              "fs.partition a mask and torch.where, torch.nonzero_static(x, size=n), "
-             "repeat_interleave(x, repeats, output_size=n); fs.shard_map in its place has local shards",
+             "repeat_interleave(x, repeats, output_size=n); fs.shard_map in its place",
              ValueDependentShapeError)  # fmt: skip
     if not lacking:
         _refuse(op, args, kwargs, error)

@@ -207,8 +207,8 @@ def _refuse(where: str, error: Exception) -> NoReturn:
         fail(place, f"{error.func} returns a shape that depends on a tensor's values",
              "the function is traced once on tensors without values, of the global shapes",
              "torch.where instead of masks, torch.nonzero_static(x, size=n), "
-             "repeat_interleave(x, repeats, output_size=n), counts by one_hot; fs.shard_map in the "
-             "place of this function; fs.apply(op, pair, mode=\"auto\") runs one on unsharded values",
+             "repeat_interleave(x, repeats, output_size=n), counts by one_hot; fs.shard_map in its "
+             "place; fs.apply(op, pair, mode=\"auto\") runs one on unsharded values",
              ValueDependentShapeError)  # fmt: skip
     else:
         fail(place, cause, "the function is traced once on tensors of the global shapes",
