@@ -261,19 +261,19 @@ def _named(strategy: Strategy) -> str:
     return f"{strategy.op} [{', '.join(map(str, strategy.in_specs))}] {roles}"
 
 
-def difference(result: torch.Tensor, full: torch.Tensor) -> str:
-    """Return a text if two tensors differ beyond rounding, else an empty text."""
+def difference(result: torch.Tensor, full: torch.Tensor, roundings: int = 64) -> str:
+    """Return a text if two tensors differ by more than `roundings`, else an empty text."""
     if result.shape != full.shape or result.dtype != full.dtype:
         return f"{tuple(result.shape)} {result.dtype} for {tuple(full.shape)} {full.dtype}"
     wide = torch.complex128 if full.dtype.is_complex else torch.float64
     eps = torch.finfo(full.dtype).eps if is_inexact(full) else 0.0
     tolerance = (
-        64 * eps * max(1.0, float(full.to(wide).abs().nan_to_num(0, 0, 0).max()))
+        roundings * eps * max(1.0, float(full.to(wide).abs().nan_to_num(0, 0, 0).max()))
         if full.numel()
         else 0
     )
     if torch.allclose(
-        result.to(wide), full.to(wide), rtol=64 * eps, atol=tolerance, equal_nan=True
+        result.to(wide), full.to(wide), rtol=roundings * eps, atol=tolerance, equal_nan=True
     ):
         return ""
     return f"{result.flatten()[:6].tolist()} for {full.flatten()[:6].tolist()}"

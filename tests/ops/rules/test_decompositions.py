@@ -75,7 +75,9 @@ def test_decompositions_are_right(name: str) -> None:
         if actual is None or leaves is None:
             assert not any(x is not None and x.any() for x in (actual, leaves))
         else:
-            assert difference(actual.detach(), leaves.detach()) == ""
+            # The variance of a batch is a difference of squares.
+            roundings = 1024 if name.startswith("batch_norm") else 64
+            assert difference(actual.detach(), leaves.detach(), roundings) == ""
 
 
 # -- over sharded dims ---------------------------------------------------------------------

@@ -30,6 +30,37 @@ def _normal(x: Tensor, dims: list[int], eps: float) -> tuple[Tensor, Tensor, Ten
     return deviation * rstd, mean, rstd, variance
 
 
+def _reduced_together(*sums: Tensor) -> tuple[Tensor, ...]:
+    """Return sums of one shape, which ranks reduce in one launch.
+
+    The bound changes no value. The rule of clamp has no unreduced operand, so the stack is reduced
+    before it.
+    """
+    return torch.stack(sums).clamp_min(-math.inf).unbind()
+
+
+def _batch_normal(
+    x: Tensor, shift: Maybe, dims: list[int], eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return what `_normal` does, with one reduction over ranks, as SyncBatchNorm.
+
+    The variance is the mean of squares less the square of the mean, of values shifted by the
+    running mean. Sums are accumulated in double precision, so that little cancels.
+    """
+    values = wide(x)
+    if shift is not None:
+        values = values - shift.detach().reshape(_channels(x))
+    count = math.prod(x.shape[dim] for dim in dims)
+    sums = [y.sum(dims, True, dtype=torch.float64) / count for y in (values, values * values)]
+    first, second = _reduced_together(*sums)
+    variance = (second - first * first).clamp_min(0)
+    rstd = (variance + eps).rsqrt().to(values.dtype)
+    normal, mean = (values - first.to(values.dtype)) * rstd, first
+    if shift is not None:
+        mean = first + shift.reshape(_channels(x))
+    return normal, mean.to(values.dtype), rstd, variance.to(values.dtype)
+
+
 def _affine(x: Tensor, weight: Maybe, bias: Maybe, shape: Sequence[int] | None = None) -> Tensor:
     if weight is not None:
         x = x * (weight if shape is None else weight.reshape(shape))
@@ -38,7 +69,8 @@ def _affine(x: Tensor, weight: Maybe, bias: Maybe, shape: Sequence[int] | None =
 
 def _back(grad: Tensor, normal: Tensor, rstd: Tensor, dims: list[int]) -> Tensor:
     """Return the input's gradient of a normalization over `dims`, from that of its result."""
-    return rstd * (grad - grad.mean(dims, True) - normal * (grad * normal).mean(dims, True))
+    mean, slope = _reduced_together(grad.mean(dims, True), (grad * normal).mean(dims, True))
+    return rstd * (grad - mean - normal * slope)
 
 
 def _last(x: Tensor, shape: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -180,7 +212,7 @@ def _batch_norm(
     """Return a batch norm by its own or given statistics; mean, inverse deviation, variance."""
     shape = _channels(x)
     if own_statistics:
-        normal, *statistics = _normal(x, _over_batch(x), eps)
+        normal, *statistics = _batch_normal(x, mean, _over_batch(x), eps)
         mean, rstd, var = (x.flatten() for x in statistics)
     else:
         assert mean is not None
