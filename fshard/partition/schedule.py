@@ -16,6 +16,7 @@ from fshard.partition.ir import (
     GradMode,
     LaunchBatch,
     Line,
+    Operation,
     Pick,
     Redistribution,
     Ref,
@@ -28,6 +29,8 @@ from fshard.plan.batch.coalesce import LaunchKey, launch_keys
 from fshard.program.program import Program
 
 LaunchKeys = tuple[LaunchKey, ...]
+MAX_HOISTED = 8
+"""Operations that run first, if a value without gradient that is sent depends on no others."""
 FIRST, UNUSED = 0, -1
 
 
@@ -67,6 +70,7 @@ def schedule(lines: Sequence[Line], inputs: Collection[int]) -> list[Line]:
         lines: the lines.
         inputs: the value ids of the arguments.
     """
+    lines = _hoisted(lines, inputs)
     buckets = _buckets(lines, inputs)
     moved = {move.out for bucket in buckets for move in bucket.moves}
     count = 1 + max([*inputs, *(line.out for line in lines if hasattr(line, "out"))], default=0)
@@ -90,6 +94,37 @@ def schedule(lines: Sequence[Line], inputs: Collection[int]) -> list[Line]:
         if line is not None and getattr(line, "out", None) not in moved:
             result.append(line)
     return result
+
+
+def _hoisted(lines: Sequence[Line], inputs: Collection[int]) -> Sequence[Line]:
+    """Return the lines with short computations of values that are sent without gradient first.
+
+    The number of targets of a loss, say, depends on the targets alone: it is on its way while the
+    model runs.
+    """
+    if any(isinstance(line, GradMode) for line in lines):
+        return lines
+    made = {line.out: line for line in lines if isinstance(line, Operation | Pick)}
+    first: dict[int, Line] = {}
+    for line in lines:
+        if not isinstance(line, Redistribution) or line.grad or not _keys(line.program):
+            continue
+        chain: dict[int, Line] = {}
+        pending = [line.source.value]
+        while pending and len(chain) <= MAX_HOISTED:
+            value = pending.pop()
+            if value in made and value not in chain:
+                chain[value] = made[value]
+                pending += operands_of(made[value])
+            elif value not in inputs and value not in made:
+                chain.clear()
+                break
+        if len(chain) <= MAX_HOISTED:
+            first |= chain
+    return [
+        *(line for line in lines if getattr(line, "out", None) in first),
+        *(line for line in lines if getattr(line, "out", None) not in first),
+    ]
 
 
 def _buckets(lines: Sequence[Line], inputs: Collection[int]) -> list[LaunchBucket]:

@@ -103,8 +103,10 @@ def tensor_parallel(name: str) -> fs.PartitionSpec:
             return P()
 
 
-def partitioned(model: nn.Module, batch: Batch, layout: Layout, data: fs.PartitionSpec) -> Step:
-    """Return a partitioned step, which returns this rank's term of the loss."""
+def partitioned(
+    model: nn.Module, batch: Batch, layout: Layout, data: fs.PartitionSpec
+) -> tuple[Step, float]:
+    """Return a partitioned step, and the weight of this rank's loss in the global one."""
     mesh = Mesh(x=dist.get_world_size())
     specs = {k: fs.Spec(mesh, layout(k), shape=p.shape) for k, p in model.named_parameters()}
     pairs = {k: fs.shard(p.detach(), specs[k]) for k, p in model.named_parameters()}
@@ -116,7 +118,9 @@ def partitioned(model: nn.Module, batch: Batch, layout: Layout, data: fs.Partiti
     )
     part = fs.partition(model, mesh=mesh, params=specs, in_specs=data)
     leaves = [pair.local for pair in params.values()]
-    return sgd_step(lambda: part(params, words, following).local, leaves)
+    (out,) = part.trace(params, words, following).out_specs
+    weight = 1.0 if out is not None and out.partition.unreduced else 1 / mesh.size
+    return sgd_step(lambda: part(params, words, following).local, leaves), weight
 
 
 def ddp(model: nn.Module, batch: Batch) -> Step:
@@ -162,11 +166,15 @@ def own_rows(batch: Batch) -> Batch:
 
 
 class Contest(NamedTuple):
-    """A peer's step and the partitioned step with the same layouts."""
+    """A peer's step and the partitioned step with the same layouts.
+
+    `weight` is that of this rank's partitioned loss in the global one, which is their sum.
+    """
 
     peer: str
-    steps: tuple[Step, Step]
-    is_sharded: bool
+    step: Step
+    partitioned: Step
+    weight: float
 
 
 def contests(width: int) -> list[Contest]:
@@ -179,20 +187,17 @@ def contests(width: int) -> list[Contest]:
     new = lambda: copy.deepcopy(model)  # noqa: E731
     ours = lambda layout, data: partitioned(new(), batch, layout, data)  # noqa: E731
     return [
-        Contest("DDP", (ddp(new(), batch), ours(lambda _: P(), P("x"))), True),
-        Contest("FSDP2", (fsdp(new(), batch), ours(lambda _: P("x"), P("x"))), True),
-        Contest("DTensor", (dtensor(new(), batch), ours(tensor_parallel, P())), False),
+        Contest("DDP", ddp(new(), batch), *ours(lambda _: P(), P("x"))),
+        Contest("FSDP2", fsdp(new(), batch), *ours(lambda _: P("x"), P("x"))),
+        Contest("DTensor", dtensor(new(), batch), *ours(tensor_parallel, P())),
     ]
 
 
-def global_losses(contest: Contest, losses: tuple[Tensor, Tensor]) -> list[float]:
-    """Return the mean losses of the global batch."""
-    if contest.is_sharded:
-        # Copies: DDP's loss is a mean over its rows, the partitioned one a term of the sum.
-        losses = losses[0] / dist.get_world_size(), losses[1].clone()
-        for loss in losses:
-            dist.all_reduce(loss)
-    return [float(loss) for loss in losses]
+def global_loss(loss: Tensor, weight: float) -> float:
+    """Return the loss of the global batch: the weighted sum over all ranks."""
+    total = weight * loss
+    dist.all_reduce(total)
+    return float(total)
 
 
 def timed(step: Step) -> tuple[float, Tensor]:
@@ -215,8 +220,10 @@ def measure(width: int, rounds: int) -> dict[str, Result]:
     entered = contests(width)
     for round_ in range(-3, rounds):
         for contest in entered:
-            (peer, loss), (ours, our_loss) = map(timed, contest.steps)
-            one, other = global_losses(contest, (loss, our_loss))
+            peer, loss = timed(contest.step)
+            ours, our_loss = timed(contest.partitioned)
+            one = global_loss(loss, 1 / dist.get_world_size())
+            other = global_loss(our_loss, contest.weight)
             peers, times, difference = results.get(contest.peer, ([], [], 0.0))
             results[contest.peer] = peers, times, max(difference, abs(one - other))
             if round_ >= 0:

@@ -140,6 +140,18 @@ def test_sharded_parameters_are_gathered_one_bucket_ahead() -> None:
     assert order == "LLW....LW....W....."
 
 
+def masked_mean(w: torch.Tensor, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(torch.tanh(x @ w), targets)
+
+
+def test_counts_of_targets_are_sent_before_the_model_runs() -> None:
+    x, targets = torch.ones(4, 8), torch.arange(4)
+    part = fs.partition(masked_mean, mesh=MESH, in_specs=(P(), P("x"), P("x")))
+    lines = part.trace(torch.ones(8, 8), x, targets).schedule
+    names = [line.name if isinstance(line, Operation) else type(line).__name__ for line in lines]
+    assert names.index("LaunchBatch") < names.index("matmul") < names.index("WaitBatch")
+
+
 def test_explain_and_graph_show_coalesced_launches() -> None:
     part = fs.partition(chain, mesh=MESH, in_specs=(P(), P("x")), out_specs=P())
     call = part.trace([param.requires_grad_() for param in parameters()], batch())
