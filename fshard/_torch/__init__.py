@@ -12,6 +12,7 @@ cost no Python call.
 - `operators`: `OpOverload`, schemas, decompositions.
 - `fake_tensors`: fake tensors, functional tensors.
 - `module_state`: dictionaries of modules, metas of tensors.
+- `symbolic_numbers`: numbers that are symbols in a trace.
 - `memory`: storages, results that must not alias arguments.
 - `checkpointing`: `torch.utils.checkpoint`'s second forward pass.
 - `dynamo`: functions that `torch.compile` skips or calls without tracing.

@@ -7,6 +7,7 @@
 - `auto`, `label_graph`, `variable_elimination`: the choice of layouts for all arguments.
 - `assign_layouts`, `layout_hints`: from a graph to lines with layouts.
 - `ir`: the lines of a partitioned call, and how they run.
+- `number_variants`: plans by the values of ints and floats, and plans for any value.
 - `partitioned_call`: one partitioned call, its cost and graph.
 - `arguments`: the specs of a call's arguments, and the key it is cached by.
 - `schedule`: order of execution, with redistributions coalesced and launched ahead.

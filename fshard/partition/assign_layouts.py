@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from fshard._torch.autograd_state import SET_GRAD_ENABLED
-from fshard._torch.operators import schema_of, torch_decomposition
+from fshard._torch.operators import OpOverload, schema_of, torch_decomposition
 from fshard._util.errors import Problem, ShardingError, fail, raise_if
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import LINEAR, PartitionSpec
@@ -29,6 +29,7 @@ from fshard.ops.core.cache_keys import freeze
 from fshard.ops.core.call import Meta, fill_call, instances_in, map_call
 from fshard.ops.core.registry import decomposition_of, row_of
 from fshard.ops.propagate.propagate import strategy_for
+from fshard.ops.rules.elementwise.pointwise import pointwise
 from fshard.ops.strategy.strategy import Strategy
 from fshard.ops.trace.custom_functions import TracedBackward
 from fshard.ops.trace.functionalize import has_no_gradient
@@ -41,6 +42,7 @@ from fshard.program.cost.topology import Topology
 from fshard.program.program import Program
 from fshard.run.autograd.planned_gradient import OutputGradient
 
+NAN = float("nan")
 MAX_COMBINATIONS = 16
 """Combinations of the operands' layouts that are tried for one operation."""
 
@@ -107,12 +109,18 @@ class LayoutAssigner:
         self.device, self.hints, self.shard_replicated = device, hints, shard_replicated
         self.decomposing: list[tuple[Any, int]] = []  # calls, and elements of their operands
 
-    def assign(self, graph: fx.GraphModule, inputs: Sequence[tuple[Spec, bool]]) -> list[Any]:
+    def assign(
+        self,
+        graph: fx.GraphModule,
+        inputs: Sequence[tuple[Spec, bool]],
+        numbers: Sequence[type] = (),
+    ) -> list[Any]:
         """Add the lines of a function's graph.
 
         Args:
             graph: the graph.
-            inputs: for every placeholder its spec, and True if its gradient is requested.
+            inputs: for every tensor its spec, and True if its gradient is requested.
+            numbers: the types of the numbers whose placeholders follow.
 
         Returns:
             The results: `TensorVersions` and other values.
@@ -125,7 +133,9 @@ class LayoutAssigner:
             value = self.assignment.new_value()
             tensors.append(TensorVersions(spec, self.grad and requires_grad, {spec: value}))
             self.assignment.inputs.append(value)
-        return self.run(graph, tensors)
+        symbols = [ir.Number(self.assignment.new_value(), kind is float) for kind in numbers]
+        self.assignment.inputs += [symbol.value for symbol in symbols]
+        return self.run(graph, [*tensors, *symbols])
 
     def run(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
         """Add the lines of a graph on these inputs, and return its results."""
@@ -174,7 +184,34 @@ class LayoutAssigner:
             return None
         if isinstance(op, TracedBackward):
             return self.custom_gradient(op, *args)
+        if instances_in((*args, *kwargs.values()), ir.Number):
+            return self.with_numbers(op, args, kwargs, node)
         return self.operation(op, args, kwargs, node)
+
+    def with_numbers(
+        self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], node: fx.Node
+    ) -> Any:
+        """Add the lines of a call with symbolic numbers: of Python, or a pointwise operation.
+
+        Raises:
+            NeedsValue: for an operation whose layouts may depend on the numbers.
+        """
+        refs, named = map_call(args, kwargs, ir.Number, lambda number: Ref(number.value))
+        operands = instances_in((*args, *kwargs.values()), TensorVersions)
+        if not operands and not isinstance(op, OpOverload):
+            out = self.assignment.new_value()
+            self.assignment.lines.append(ir.NumberOperation(out, op, tuple(refs), named))
+            return ir.Number(out, isinstance(node.meta["val"], torch.SymFloat))
+        row = row_of(op)
+        if not operands or row is None or row.generator is not pointwise:
+            raise ir.NeedsValue
+        # NaN is neither finite nor of a sign, so that no rule relies on it.
+        inexact = any(tensor.spec.dtype.is_floating_point for tensor in operands)
+        stand_in = lambda number: NAN if inexact or number.is_float else 7  # noqa: E731
+        placed, keywords = map_call(args, kwargs, ir.Number, stand_in)
+        hint = self.hint(node, operands)
+        strategy = self.best_strategy(op, placed, keywords, operands, hint)
+        return self.by_rule(strategy, op, refs, named, operands, node)
 
     def set_grad_mode(self, enabled: bool) -> None:
         """Add a switch of the grad mode."""

@@ -46,9 +46,10 @@ class FunctionTraces:
         self.fn, self.where = fn, where
         self.python_state = PythonState(fn)
         self.states: dict[StateKey, StateKey] = {}
-        self.traces: dict[Any, tuple[TracedFunction, TreeDef]] = BoundedDict()
+        self.last: StateKey | None = None
         self.read: dict[int, tuple[torch.Tensor, int]] = {}
         """Closed-over tensors whose values a trace read, with their versions then."""
+        self.traces: dict[Any, tuple[TracedFunction, TreeDef]] = BoundedDict()
 
     def state(self, calls: dict[Any, Any]) -> Any:
         """Return the key of all that a trace depends on beside its arguments.
@@ -62,34 +63,41 @@ class FunctionTraces:
                 for cache in (self.states, self.traces, calls):
                     cache.clear()
             known = self.states[key] = key
+        self.last = known
         versions = [(key, version_of(x), before) for key, (x, before) in self.read.items()]
         written = tuple([(key, now) for key, now, before in versions if now != before])
         return torch.get_default_dtype(), known, written
 
     def trace(
         self, leaves: Sequence[Any], tree: TreeDef, specs: Sequence[Spec | None],
-        signature: CallSignature,
+        signature: CallSignature, numbers: tuple[int, ...] = (),
     ) -> tuple[TracedFunction, TreeDef]:  # fmt: skip
         """Return the function on global tensors as a graph, and the tree of its results.
 
         It is traced once for arguments that differ in layouts alone. The values that are not
-        tensors are in the key: 1, 1.0 and True trace to different graphs.
+        tensors are in the key: 1, 1.0 and True trace to different graphs. The leaves of the indices
+        `numbers` are symbols, whose values now decide which graph it is.
         """
         metas = [None if spec is None else Meta.of(spec) for spec in specs]
         others = [freeze(leaf) for leaf, meta in zip(leaves, metas, strict=True) if meta is None]
-        key = tree, tuple(metas), tuple(others), signature
-        return cached(self.traces, key, lambda: self._trace(leaves, tree, metas, signature))
+        key = tree, tuple(metas), tuple(others), signature, numbers
+        compute = lambda: self._trace(leaves, tree, metas, signature, numbers)  # noqa: E731
+        return cached(self.traces, key, compute)
 
     def _trace(
         self, leaves: Sequence[Any], tree: TreeDef, metas: Sequence[Meta | None],
-        signature: CallSignature,
+        signature: CallSignature, numbers: tuple[int, ...],
     ) -> tuple[TracedFunction, TreeDef]:  # fmt: skip
         result_trees: list[TreeDef] = []
 
-        def flat(*tensors: torch.Tensor) -> list[Any]:
-            remaining = iter(tensors)
-            args = [concrete_number(leaf) if meta is None else next(remaining)
-                    for leaf, meta in zip(leaves, metas, strict=True)]  # fmt: skip
+        tensors = [meta for meta in metas if meta is not None]
+
+        def flat(*inputs: Any) -> list[Any]:
+            remaining = iter(inputs)
+            symbols = dict(zip(numbers, inputs[len(tensors) :], strict=True))
+            args = [symbols.get(index, concrete_number(leaf)) if meta is None else next(remaining)
+                    for index, (leaf, meta) in enumerate(zip(leaves, metas, strict=True))
+                    ]  # fmt: skip
             results, result_tree = flatten(self.fn(*unflatten(tree, args)))
             names = paths(unflatten(result_tree, results), "result")
             raise_if(self.where, [opaque_leaf(result, name)
@@ -98,9 +106,11 @@ class FunctionTraces:
             result_trees.append(result_tree)
             return results
 
-        tensors = [meta for meta in metas if meta is not None]
         traced = trace(flat, tensors, self.where, requires_grad=signature.requires_grad,
-                       devices=signature.devices)  # fmt: skip
+                       devices=signature.devices,
+                       numbers=[leaves[index] for index in numbers])  # fmt: skip
         for x in traced.read:
             self.read.setdefault(id(x), (x, version_of(x)))
+        if self.last is not None and self.python_state.ignore_logs():
+            self.states[self.python_state.key()] = self.last
         return traced, result_trees[-1]

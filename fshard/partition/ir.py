@@ -39,6 +39,28 @@ class Ref:
     value: int
 
 
+class NeedsValue(Exception):
+    """Raised where a plan needs the value of a symbolic number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """Symbolic number of a plan, by the id of its value; `is_float` or an int."""
+
+    value: int
+    is_float: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NumberOperation:
+    """Python function of numbers, the same on every rank."""
+
+    out: int
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Operation:
     """Operation on locals by its strategy; `single` if it returns one tensor."""
@@ -154,6 +176,7 @@ class WaitBatch:
 
 Line = (
     Operation
+    | NumberOperation
     | Redistribution
     | Pick
     | ClosureTensor
@@ -170,7 +193,7 @@ Line = (
 def operands_of(line: Line) -> list[int]:
     """Return the ids of the values that a line reads or writes."""
     match line:
-        case Operation():
+        case Operation() | NumberOperation():
             operands: list[int] = []
             for arg in (*line.args, *line.kwargs.values()):
                 map_instances(arg, Ref, lambda ref: operands.append(ref.value))
@@ -319,6 +342,9 @@ def rank_graph(
             case Factory():
                 call = line.op, line.args, dict(line.kwargs)
                 env[line.out] = graph.create_node("call_function", *call, name=line.name)
+            case NumberOperation():
+                numbers, named = map_call(line.args, line.kwargs, Ref, lambda ref: env[ref.value])
+                env[line.out] = graph.call_function(line.function, numbers, named)
             case GradMode():
                 graph.call_function(SET_GRAD_ENABLED, (line.enabled,))
             case CustomGradient():
@@ -434,6 +460,11 @@ def run_on_all_ranks(prepared: Sequence[PreparedLine], mesh: Mesh, env: dict[int
                     env[line.out] = replicate_shards(line.tensor, mesh.size)
                 case Factory():
                     env[line.out] = replicate_shards(line.op(*line.args, **line.kwargs), mesh.size)
+                case NumberOperation():
+                    args, kwargs = map_call(
+                        line.args, line.kwargs, Ref, lambda ref: env[ref.value][0]
+                    )
+                    env[line.out] = (line.function(*args, **kwargs),) * mesh.size
                 case GradMode():
                     torch.set_grad_enabled(line.enabled)
                 case CustomGradient():

@@ -37,9 +37,10 @@ from fshard.partition.assign_layouts import (
     TensorVersions,
     redistributed,
 )
-from fshard.partition.function_traces import FunctionTraces, cached
-from fshard.partition.ir import Copy, Ref, Write, aliases_of, keep_gradients_of
+from fshard.partition.function_traces import FunctionTraces
+from fshard.partition.ir import Copy, Number, Ref, Write, aliases_of, keep_gradients_of
 from fshard.partition.layout_hints import layout_hints
+from fshard.partition.number_variants import NumberVariants, Plan
 from fshard.partition.partitioned_call import NonTensor, PartitionedCall
 from fshard.partition.training_time import lines_time
 from fshard.program.cost.topology import Topology
@@ -93,8 +94,9 @@ class Partition:
         self.fn, self.mesh, self.in_specs, self.out_specs = (fn, mesh, in_specs, out_specs)
         self.params, self.drop_writes = params, drop_writes
         self.where = where or f"fs.partition({name_of(fn)})"
-        self.topology = as_topology("fs.partition", topology)
-        self._calls: dict[Any, tuple[PartitionedCall, Sequence[Spec | None]]] = BoundedDict()
+        self.topology = as_topology("fs.partition", topology, meshes=(mesh,))
+        self._calls: dict[Any, NumberVariants] = BoundedDict()
+        self._last: PartitionedCall | None = None
         self._traces = traces or FunctionTraces(fn, self.where)
 
     @skip_frames_below(OUTSIDE_OF_GRAPHS)
@@ -103,7 +105,7 @@ class Partition:
         try:
             if kwargs:
                 args = arguments.to_positional(self.fn, args, kwargs, self.where)
-            leaves, (call, specs) = self._lookup(args, runs=True)
+            leaves, call, specs = self._lookup(args, runs=True)
             has_pairs, locals_ = False, []
             for leaf, spec in zip(leaves, specs, strict=True):
                 if spec is None:
@@ -115,7 +117,7 @@ class Partition:
                     locals_.append(shard(leaf, spec).local)
             if call.written:
                 call.check_disjoint(arguments.tensor_leaves(leaves, specs), self.where)
-            results = call.run(locals_)
+            results = call.run(locals_, [leaves[index] for index in call.numbers])
             if call.written:
                 call.write_global_tensors(arguments.tensor_leaves(leaves, specs), locals_)
             for index, spec in enumerate(call.out_specs):
@@ -141,10 +143,10 @@ class Partition:
             `graph(rank)` and `explain()`.
         """
         args = arguments.to_positional(self.fn, args, kwargs, self.where) if kwargs else args
-        return self._lookup(args, runs=False)[1][0]
+        return self._lookup(args, runs=False)[1]
 
     def __repr__(self) -> str:
-        count = plural(len(self._calls), "signature")
+        count = plural(sum(map(len, self._calls.values())), "signature")
         return f"fs.partition({name_of(self.fn)}) on {self.mesh}, planned for {count}"
 
     def explain(self, *args: Any, **kwargs: Any) -> Any:
@@ -171,32 +173,44 @@ class Partition:
         )
 
     def _last_call(self, where: str, fix: str) -> PartitionedCall:
-        if not self._calls:
+        if self._last is None:
             fail(where, "no arguments, and no call before",
                  "layouts follow from the arguments' shapes", fix)  # fmt: skip
-        return next(reversed(self._calls.values()))[0]
+        return self._last
 
     def _lookup(
         self, args: tuple[Any, ...], *, runs: bool
-    ) -> tuple[list[Any], tuple[PartitionedCall, Sequence[Spec | None]]]:
-        """Return the leaves of a call's arguments; and its partitioned call and their specs."""
+    ) -> tuple[list[Any], PartitionedCall, Sequence[Spec | None]]:
+        """Return the leaves of a call's arguments, its partitioned call, and their specs."""
         refuse_autocast(self.where)
         leaves: list[Any] = []
         state = self._traces.state(self._calls)
         key: list[Any] = [torch.is_grad_enabled(), state]
         # A list: a tuple of two arguments of which the second is a spec would be a pair.
         append_cache_key(list(args), leaves, key)
-        for leaf in leaves:
+        numbers: dict[int, int | float] = {}
+        for index, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
                 continue
-            if not isinstance(leaf, Sharded):
+            if type(leaf) is float or type(leaf) is int:
+                numbers[index] = leaf
+            elif not isinstance(leaf, Sharded):
                 key.append(freeze(leaf))
             elif isinstance(leaf.local, torch.Tensor):
                 key.append(leaf.local.requires_grad)
         # A meta tensor stands for one with values if nothing runs.
         key.append(runs or META not in key)
-        compute = lambda: self._new_call(args, leaves, state, runs=runs)  # noqa: E731
-        return leaves, cached(self._calls, tuple(key), compute)
+
+        def compute(symbols: tuple[int, ...]) -> Plan:
+            return self._new_call(args, leaves, state, symbols, runs=runs)
+
+        try:
+            kinds = self._calls.get(kind := tuple(key))
+        except TypeError:  # a leaf without a hash
+            return leaves, *compute(())
+        if kinds is None:
+            kinds = self._calls[kind] = NumberVariants()
+        return leaves, *kinds.find(numbers, compute)
 
     # -- specs -----------------------------------------------------------------------------
 
@@ -228,9 +242,13 @@ class Partition:
     # -- tracing and layout ------------------------------------------------------------------
 
     def _new_call(
-        self, args: tuple[Any, ...], leaves: Sequence[Any], state: Any, *, runs: bool
-    ) -> tuple[PartitionedCall, Sequence[Spec | None]]:
-        """Trace and plan a call, and return it with the specs of its leaves."""
+        self, args: tuple[Any, ...], leaves: Sequence[Any], state: Any, numbers: tuple[int, ...],
+        *, runs: bool,
+    ) -> tuple[PartitionedCall, Sequence[Spec | None]]:  # fmt: skip
+        """Trace and plan a call, and return it with the specs of its leaves.
+
+        The leaves of the indices `numbers` are symbols.
+        """
         specs = self._specs(args, leaves)
         tree = flatten(list(args))[1]
         signature = CallSignature.of(leaves, specs, state, runs=runs)
@@ -238,9 +256,11 @@ class Partition:
         if not inputs:
             fail(self.where, "no tensors", "at least one argument must be a tensor",
                  "give it pairs or tensors")  # fmt: skip
-        traced, result_tree = self._traces.trace(leaves, tree, specs, signature)
-        listed = zip(paths(list(args), "args"), specs, strict=True)
-        names = tuple(name for name, spec in listed if spec is not None)
+        traced, result_tree = self._traces.trace(leaves, tree, specs, signature, numbers)
+        leaf_names = paths(list(args), "args")
+        names = tuple(
+            name for name, spec in zip(leaf_names, specs, strict=True) if spec is not None
+        )
         written = () if self.drop_writes else traced.written
         if not self.drop_writes:
             traced.check(signature.requires_grad, names, self.where)
@@ -248,7 +268,8 @@ class Partition:
         count = len(requested)
         requested += [inputs[index][0] if index in written else None for index in traced.written]
         assignment, outputs, out_specs, grad = self._fastest_assignment(
-            traced.graph, inputs, signature, requested, count)  # fmt: skip
+            traced.graph, inputs, signature, requested, count,
+            [type(leaves[index]) for index in numbers])  # fmt: skip
         targets = {assignment.inputs[index] for index in written}
         _copy_aliased_results(assignment, outputs, count, targets)
         for index, value in zip(traced.written, outputs[count:], strict=True):
@@ -258,13 +279,15 @@ class Partition:
         call = PartitionedCall(
             self.mesh, tuple(assignment.lines), tuple(s for s, _ in inputs),
             tuple(out_specs[:count]), tuple(assignment.inputs), tuple(outputs[:count]), written,
-            result_tree, self.topology, grad, traced.graph, names,
+            result_tree, self.topology, grad, traced.graph,
+            (*names, *(leaf_names[index] for index in numbers)), numbers, traced.accepts,
         )  # fmt: skip
+        self._last = call
         return call, specs
 
     def _fastest_assignment(
         self, graph: fx.GraphModule, inputs: Sequence[tuple[Spec, bool]],
-        signature: CallSignature, requested: Sequence[Any], count: int,
+        signature: CallSignature, requested: Sequence[Any], count: int, numbers: Sequence[type],
     ) -> tuple[Assignment, list[Any], list[Spec | None], bool]:  # fmt: skip
         """Lay out a graph with and without hints that shard replicated values; take the faster.
 
@@ -273,10 +296,11 @@ class Partition:
 
         Args:
             graph: the graph.
-            inputs: for every placeholder its spec, and True if its gradient is requested.
+            inputs: for every tensor its spec, and True if its gradient is requested.
             signature: the signature of the call.
             requested: the layout of every result, None where there is none.
             count: number of results; the outputs after them are final values of arguments.
+            numbers: the types of the symbolic numbers.
 
         Returns:
             The lines, the value ids of the results, their specs, and True if one has a gradient.
@@ -287,7 +311,7 @@ class Partition:
         for shard_replicated in (True, False) if hints else (False,):
             assigner = LayoutAssigner(self.mesh, self.topology, signature.grad_enabled,
                                       signature.device, hints, shard_replicated)  # fmt: skip
-            results = assigner.assign(graph, inputs)
+            results = assigner.assign(graph, inputs, numbers)
             assignment = assigner.assignment
             outputs, specs, grads = self._redistribute_results(assignment, results, requested)
             sources = [out for out, grad in zip(outputs, grads[:count], strict=False) if grad]
@@ -318,7 +342,8 @@ class Partition:
         problems: list[Problem] = []
         for index, (result, p) in enumerate(zip(results, requested, strict=True)):
             if not isinstance(result, TensorVersions):
-                outputs.append(NonTensor(result))
+                is_number = isinstance(result, Number)
+                outputs.append(result.value if is_number else NonTensor(result))
                 specs.append(None)
                 grads.append(False)
                 continue
@@ -361,9 +386,11 @@ def partition(
     """Transform a function of one device into a local program with explicit collectives.
 
     The function is traced once for each kind of arguments, on tensors of the global shapes without
-    values. An int or float among the arguments is part of the kind (pass one that changes as a
-    0-dim tensor). Writes in place are supported: arguments that the function writes, such as
-    running statistics, are written in their locals, without gradient.
+    values. Ints and floats that differ from call to call, as a learning rate, become inputs of the
+    graph (`explain()` says "any value") if they are used in Python arithmetic, comparisons and
+    pointwise operations alone; others, as sizes, are traced once for each value. Writes in place
+    are supported: arguments that the function writes, such as running statistics, are written in
+    their locals, without gradient.
 
     Python state that the function's code can name beside its arguments is guarded: closure cells,
     default arguments, globals, attributes of objects, items of lists and dicts up to 256, and of
@@ -371,8 +398,9 @@ def partition(
     traces anew, or reuses the trace of an equal state, as after `train()` and `eval()`. Tensors
     that the function closes over are replicated and read by each call: values written in place,
     as by an optimizer or `load_state_dict`, need no new trace. Not guarded are larger containers,
-    arrays of more than 256 elements, names that the code computes (`getattr(x, "a" + b)`), and
-    the state of libraries written in C, of Python, PyTorch and NumPy, such as `random`.
+    arrays of more than 256 elements, names that the code computes (`getattr(x, "a" + b)`), lists
+    and dicts that the function itself fills as it is traced, and globals of installed packages. A
+    function that changes a number it reads is traced at every call.
 
     Args:
         fn: the function, or a module, which is then called with its parameters as the first

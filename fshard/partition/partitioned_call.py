@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from fshard._torch.memory import data_address
+from fshard._torch.symbolic_numbers import Accepts
 from fshard._util.errors import fail
 from fshard._util.hooks import Hook
 from fshard.layout.mesh import Mesh
@@ -48,7 +49,9 @@ class PartitionedCall:
         written: indices of the arguments' tensors that the function writes.
         grad: True if some result has a gradient.
         source: the traced graph, before layouts.
-        names: the paths of the arguments' tensors.
+        names: the paths of the arguments' tensors, then of their symbolic numbers.
+        numbers: indices of the arguments' leaves that are numbers of any value.
+        accepts: the values of those numbers that the trace holds for.
     """
 
     mesh: Mesh
@@ -63,6 +66,8 @@ class PartitionedCall:
     grad: bool
     source: fx.GraphModule
     names: tuple[str, ...]
+    numbers: tuple[int, ...] = ()
+    accepts: Accepts | None = None
     _schedule: list[Line] = field(default_factory=list)
     _graphs: dict[int, fx.GraphModule] = field(default_factory=dict)
     _functions: dict[int, Callable[..., tuple[Any, ...]]] = field(default_factory=dict)
@@ -125,23 +130,24 @@ class PartitionedCall:
         bundle: dict[str, str] = self.explain()._repr_mimebundle_()
         return bundle
 
-    def run(self, locals_: Sequence[Any]) -> list[Any]:
+    def run(self, locals_: Sequence[Any], numbers: Sequence[int | float] = ()) -> list[Any]:
         """Run the function on the locals of its tensors.
 
         Args:
             locals_: for every tensor of the arguments its local on this rank, or the tuple of the
                 locals of all ranks.
+            numbers: the values of the symbolic numbers.
 
         Returns:
             The leaves of the results, locals in the same form.
         """
         if self.grad or not torch.is_grad_enabled():
-            return self._run(locals_)
+            return self._run(locals_, numbers)
         # No result has a gradient, as of a training step: nothing is saved for a backward pass.
         with torch.no_grad():
-            return self._run(locals_)
+            return self._run(locals_, numbers)
 
-    def _run(self, locals_: Sequence[Any]) -> list[Any]:
+    def _run(self, locals_: Sequence[Any], numbers: Sequence[int | float]) -> list[Any]:
         outputs = self._outputs
         for local in locals_:
             if not isinstance(local, torch.Tensor):
@@ -151,14 +157,15 @@ class PartitionedCall:
             function = self._functions.get(rank)
             if function is None:
                 function = self._functions[rank] = ir.compile_graph(self.graph(rank))
-            results = function(*locals_)
+            results = function(*locals_, *numbers)
             return [result if type(out) is int else out.value
                     for out, result in zip(outputs, results, strict=True)]  # fmt: skip
         prepared = self._prepared.get("lines")
         if prepared is None:
             ids = {out for out in outputs if type(out) is int}
             prepared = self._prepared["lines"] = ir.prepare_lines(self.schedule, self.mesh, ids)
-        env = dict(zip(self._inputs, locals_, strict=True))
+        replicated = [(number,) * self.mesh.size for number in numbers]
+        env = dict(zip(self._inputs, [*locals_, *replicated], strict=True))
         ir.run_on_all_ranks(prepared, self.mesh, env)
         return [out.value if type(out) is not int else env[out] if spec else env[out][0]
                 for out, spec in zip(outputs, self.out_specs, strict=True)]  # fmt: skip

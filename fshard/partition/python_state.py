@@ -294,7 +294,7 @@ class _Walk:
 
 @functools.lru_cache(maxsize=4096)
 def _is_library(name: str | None) -> bool:
-    """Return True for a module of Python or of an installed package, whose globals are not followed.
+    """Return True for a module of Python or of an installed package; its globals are not followed.
 
     They are constants, and there are millions of them behind the names of a large package.
     """

@@ -57,6 +57,7 @@ def explain_partitioned(call: PartitionedCall, topology: Topology) -> Table:
     time                              0 µs   6.75 µs
     """
     rows = [*_arguments(call)]
+    rows += [(name, "any value", "", "") for name in call.names[len(call.in_specs) :]]
     for line in call.lines:
         rows += _line(line, call._inputs)
     rows += [("result", str(spec), "", "") for spec in call.out_specs if spec is not None]
@@ -106,7 +107,7 @@ def _arguments(call: PartitionedCall) -> Iterator[Row]:
     """Yield rows of the arguments and their redistributions, one for arguments that agree."""
     names_of: dict[tuple[Spec, tuple[tuple[Program, bool], ...]], list[str]] = {}
     moves_of: dict[object, list[Redistribution]] = {}
-    for index, spec, name in zip(call._inputs, call.in_specs, call.names, strict=True):
+    for index, spec, name in zip(call._inputs, call.in_specs, call.names, strict=False):
         moves = [
             line
             for line in call.lines

@@ -16,6 +16,7 @@ from torch.func import functional_call
 import fshard as fs
 from fshard import Mesh
 from fshard.partition.partition import Partition
+from fshard.partition.python_state import PythonState
 
 MESH = Mesh(dp=2)
 scale: Any = 2.0
@@ -227,3 +228,35 @@ def test_traces_of_old_states_are_dropped() -> None:
         set_scale(torch.tensor(float(value)))
         assert part(torch.ones(2))[0] == value
     assert traces_of(part) <= 16
+
+
+def test_a_log_that_the_function_appends_to_is_not_read() -> None:
+    calls: list[int] = []
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return x * 2
+
+    part = fs.partition(fn, mesh=MESH)
+    for _ in range(3):
+        part(torch.ones(2))
+    assert len(calls) == traces_of(part) == 1
+
+
+def test_a_counter_that_the_function_reads_is_traced_for_each_value() -> None:
+    counter = Settings(1.0)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        counter.scale += 1
+        return x * counter.scale
+
+    part = fs.partition(fn, mesh=MESH)
+    assert [part(torch.ones(1)).item() for _ in range(3)] == [2.0, 3.0, 4.0]
+
+
+def test_globals_of_installed_packages_are_not_followed() -> None:
+    package = pytest
+    state = PythonState(lambda x: package.raises(x))
+    state.key()
+    assert state.walk is not None
+    assert len(state.walk.reads) < 30

@@ -79,8 +79,9 @@ def _statistics(node: fx.Node) -> list[Any]:
 
 
 def functional(
-    graph: fx.GraphModule, fakes: Sequence[torch.Tensor], *, above: bool
-) -> tuple[fx.GraphModule, tuple[int, ...]]:
+    graph: fx.GraphModule, fakes: Sequence[torch.Tensor], numbers: Sequence[Any] = (), *,
+    above: bool,
+) -> tuple[fx.GraphModule, tuple[int, ...]]:  # fmt: skip
     """Return the same function without writes, and the indices of the arguments it wrote.
 
     The new graph returns their final values after its results. With `above`, operations are
@@ -90,12 +91,13 @@ def functional(
 
     written: list[int] = []
 
-    def run(*args: torch.Tensor) -> list[Any]:
+    def run(*args: Any) -> list[Any]:
         with functional_mode(pre_dispatch=above):
-            wrapped = [to_functional(arg) for arg in args]
-            results = [from_functional(x) for x in _FunctionalInterpreter(graph).run(*wrapped)]
+            wrapped = [to_functional(arg) for arg in args[: len(fakes)]]
+            interpreter = _FunctionalInterpreter(graph)
+            results = [from_functional(x) for x in interpreter.run(*wrapped, *args[len(fakes) :])]
             written.clear()
-            for index, (arg, wrapper) in enumerate(zip(args, wrapped, strict=True)):
+            for index, (arg, wrapper) in enumerate(zip(args, wrapped, strict=False)):
                 sync_functional(wrapper)
                 after = from_functional(wrapper)
                 if after is not arg:
@@ -108,7 +110,8 @@ def functional(
         # The warning is for composite operations that do not write: they are kept as they are.
         warnings.filterwarnings("ignore", "At pre-dispatch tracing, we assume")
         # Gradients are operations of the graph already, so none are tracked here.
-        rewritten: fx.GraphModule = make_fx(run, pre_dispatch=above)(*(x.detach() for x in fakes))
+        tensors = (x.detach() for x in fakes)
+        rewritten: fx.GraphModule = make_fx(run, pre_dispatch=above)(*tensors, *numbers)
     return rewritten, tuple(written)
 
 

@@ -30,6 +30,7 @@ from fshard._torch.fake_tensors import (
 from fshard._torch.functorch import transform_level
 from fshard._torch.modes import without_dispatch_modes
 from fshard._torch.operators import torch_decomposition
+from fshard._torch.symbolic_numbers import Accepts, SymbolicNumbers
 from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import Problem, ShardingError, fail, raise_if
 from fshard._util.text import one_line
@@ -75,13 +76,15 @@ class TracedFunction:
     `written` are the indices of the arguments that the function writes; the graph returns their
     final values after the results. `lost` are the writes that would lose a gradient, each with the
     indices of the arguments whose gradient that is. `tracked` are the indices of the arguments
-    that are written while gradients are tracked.
+    that are written while gradients are tracked. `accepts` says if the graph holds for other
+    values of the symbolic numbers, None if it depends on one of them.
     """
 
     graph: fx.GraphModule
     written: tuple[int, ...] = ()
     lost: tuple[tuple[str, frozenset[int]], ...] = ()
     tracked: frozenset[int] = frozenset()
+    accepts: Accepts | None = None
     read: tuple[torch.Tensor, ...] = ()
     """Closed-over tensors whose values the function read."""
 
@@ -108,11 +111,13 @@ class TracedFunction:
 def trace(
     fn: Callable[..., Sequence[Any]], metas: Sequence[Meta], where: str, *, above: bool = True,
     requires_grad: Sequence[bool] = (), devices: Sequence[torch.device] = (),
+    numbers: Sequence[int | float] = (),
 ) -> TracedFunction:  # fmt: skip
     """Trace a function of tensors that returns a flat list.
 
     Args:
         fn: the function.
+        numbers: arguments after the tensors that are symbols in the graph, with their values now.
         metas: shapes and dtypes of its arguments.
         where: name of the function in errors.
         above: record operations above PyTorch's decompositions. A function that takes gradients
@@ -130,10 +135,10 @@ def trace(
         if above:
             with suppress(TakesGradients):
                 mode = AboveAutograd(where, requires_grad)
-                traced = _trace(fn, metas, where, above, requires_grad, devices, mode)
+                traced = _trace(fn, metas, where, above, requires_grad, devices, mode, numbers)
         if traced is None:
             below = BelowAutograd(where, requires_grad, torch.is_grad_enabled())
-            traced = _trace(fn, metas, where, False, requires_grad, devices, below)
+            traced = _trace(fn, metas, where, False, requires_grad, devices, below, numbers)
     graph = traced.graph
     graph.graph.eliminate_dead_code(is_impure_node=has_effects)
     extract_backwards(graph, where)
@@ -145,6 +150,7 @@ def _trace(
     fn: Callable[..., Sequence[Any]], metas: Sequence[Meta], where: str, above: bool,
     requires_grad: Sequence[bool], devices: Sequence[torch.device],
     mode: AboveAutograd | BelowAutograd,
+    numbers: Sequence[int | float],
 ) -> TracedFunction:  # fmt: skip
     """Trace a function under a mode; dead code is not eliminated."""
     # Importing the tracer takes a second.
@@ -157,7 +163,10 @@ def _trace(
     written: tuple[int, ...] = ()
     lost: list[tuple[str, frozenset[int]]] = []
     tracked: frozenset[int] = frozenset()
-    with FakeTensorMode(allow_non_fake_inputs=True), _deeper(), _without_fake_tensor_logs():
+    symbolic = SymbolicNumbers(numbers) if numbers else None
+    symbols, env = (symbolic.symbols, symbolic.env) if symbolic else ((), None)
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
+    with fake_mode, _deeper(), _without_fake_tensor_logs():
         fakes = [torch.empty(meta.shape, dtype=meta.dtype, device=device)
                  for meta, device in itertools.zip_longest(metas, devices)]  # fmt: skip
         if not above:
@@ -165,7 +174,7 @@ def _trace(
                 fake.requires_grad_(tracks)
         try:
             with ClosureGuard() as guard, SavedTensors() as saved:
-                graph: fx.GraphModule = make_fx(run, pre_dispatch=above)(*fakes)
+                graph: fx.GraphModule = make_fx(run, pre_dispatch=above)(*fakes, *symbols)
             saved.undo_detach()
             filled = [i for i, fake in enumerate(fakes) if fake.is_leaf and fake.grad is not None]
             if filled:
@@ -177,12 +186,13 @@ def _trace(
                 graph.graph.eliminate_dead_code(lambda n: bool(writes(n)) or has_effects(n))
                 _check_shapes(fakes, metas, where)
                 lost, tracked = check_writes(graph, grad=torch.is_grad_enabled())
-                graph, written = functional(graph, fakes, above=above)
+                graph, written = functional(graph, fakes, symbols, above=above)
         except ShardingError:
             raise
         except Exception as error:  # noqa: BLE001 - it is the user's function that ran
             _refuse(where, error)
     return TracedFunction(graph, written, tuple(lost), tracked if above else frozenset(),
+                          symbolic.condition() if symbolic else None,
                           tuple(mode.closures))  # fmt: skip
 
 
