@@ -11,12 +11,12 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
 __all__ = [
-    "PrefixStore", "create_group", "default_group", "default_store", "leak_groups", "pending_works",
-    "resolve_group", "strided_shard_type",
+    "PrefixStore", "TCPStore", "create_group", "default_group", "default_store", "leak_groups",
+    "pending_works", "resolve_group", "strided_shard_type",
 ]  # fmt: skip
 
 default_group: Callable[[], Any] = partial(attrgetter("_default_pg"), c10d._world)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -26,7 +27,7 @@ from fshard.run.autograd.linear_function import (
     are_linear,
 )
 from fshard.run.capture import Recording, Recordings, record, replay
-from fshard.run.interpreter import launch, ranks_of
+from fshard.run.interpreter import launch, program_text, ranks_of
 from fshard.run.transports.base import (
     LABEL,
     Label,
@@ -35,7 +36,6 @@ from fshard.run.transports.base import (
     current_transport,
     direct_transport,
     is_simulated,
-    label_of,
     labelled,
     with_label,
 )
@@ -119,6 +119,12 @@ def _where(prog: Program) -> str:
 
 
 @lru_cache(maxsize=CACHE_SIZE)
+def _label_of(prog: Program) -> Label:
+    """Return the label of a program's launches, with its source and steps as arguments."""
+    return Label(_where(prog), ranks_of(prog), arguments=program_text(prog))
+
+
+@lru_cache(maxsize=CACHE_SIZE)
 def _local_shapes(spec: Spec) -> list[tuple[int, ...]]:
     return [spec.local_shape(rank) for rank in spec.mesh.ranks]
 
@@ -187,12 +193,13 @@ def _run_local(prog: Program, local: torch.Tensor, async_op: bool) -> Any:
     if recorded is not None:
         needs_grad = local.requires_grad and torch.is_grad_enabled()
         return replay(recorded, local) if needs_grad else recorded.run(local)
-    where, ranks = _where(prog), ranks_of(prog)
-    transport = current_transport() or current_rank(ranks, where)
+    label = _label_of(prog)
+    where = label.name
+    transport = current_transport() or current_rank(label.mesh, where)
     valid = (local.shape, local.dtype) == _input_of(prog, transport.rank)
     if not (valid and transport.accepts(local.device)):
         check_local_input(prog, local, transport, where)
-    label = Label(where, ranks, call_line()) if async_op else label_of(where, ranks)
+    label = replace(label, line=call_line()) if async_op else label
     needs_grad = local.requires_grad and torch.is_grad_enabled()
     if async_op and local.requires_grad and not prog.is_linear:
         fail("prog(local, async_op=True)", f"a program with a maximum or minimum, {prog.src} -> "
@@ -242,13 +249,13 @@ def _recording_of(prog: Program, local: torch.Tensor) -> Recording | None:
 def _record(
     prog: Program, local: torch.Tensor, transport: Transport, needs_grad: bool
 ) -> Recording | None:
-    where, ranks = _where(prog), ranks_of(prog)
+    where = _where(prog)
     check_local_input(prog, local, transport, where)
     if transport.rank not in prog.src.mesh or (needs_grad and not prog.is_linear):
         return None
     forward, backward = _runner(prog), _runner(prog.T) if needs_grad else _runner(prog)
     like = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta")
-    with labelled(label_of(where, ranks)):
+    with labelled(_label_of(prog)):
         recorded = record(forward, backward, like)
         if needs_grad and recorded and record(backward, forward, recorded.out) is None:
             return None

@@ -34,7 +34,7 @@ from fshard.run.execute import (
     current_tracker_hook,
     empty_local,
 )
-from fshard.run.interpreter import ranks_of
+from fshard.run.interpreter import program_text, ranks_of
 from fshard.run.transports.base import (
     Label,
     Transport,
@@ -89,7 +89,8 @@ def _launch_local(
         for x, prog in zip(leaves, op.progs, strict=True)
     ]
     locals_ = tuple(map_leaves(WHERE, names, checks))
-    label = Label(WHERE, op.mesh, call_line() if async_op else "")
+    line = call_line() if async_op else ""
+    label = Label(WHERE, op.mesh, line, arguments=program_text(*op.progs))
 
     def run(xs: Tensors) -> FinishAll:
         with labelled(label):

@@ -396,7 +396,7 @@ def _send_shards(
         flat, send = torch.cat(parts).to(device), sizes
     sent = (sum(send) - send[index]) * spec.dtype.itemsize
     notify("scatter", spec.mesh.axes, sent, transport.rank)
-    with labelled(Label("fs.scatter", spec.mesh)):
+    with labelled(Label("fs.scatter", spec.mesh, arguments=f"({spec}, src={src})")):
         received = transport.all_to_all(flat, send, receive, group)()
     kind = _neutral_kind(spec, transport.rank)
     if kind is not None:
@@ -454,7 +454,7 @@ def scatter(
         return Sharded(torch.empty(0, dtype=spec.dtype, device=device), spec)
     x = tensor if transport.rank == src and isinstance(tensor, torch.Tensor) else None
     header = header_of(x, device)
-    with labelled(Label("fs.scatter", mesh)):
+    with labelled(Label("fs.scatter", mesh, arguments=f"({spec}, src={src})")):
         received = transport.all_to_all(
             header.repeat(mesh.size) if transport.rank == src else header[:0],
             [len(header) if transport.rank == src else 0] * mesh.size,

@@ -7,6 +7,7 @@ rank and cached; `launch` then runs the functions and starts the collectives ove
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import zip_longest
@@ -40,6 +41,8 @@ from fshard.run.transports.base import Finish, Group, Transport, notify
 from fshard.run.transports.reduce_dtypes import TensorFunction, as_dtype, neutral_like, over, times
 from fshard.run.transports.simulator import own_result, results_of
 
+TEXT_LIMIT = 200
+"""Characters of programs in errors."""
 LocalFunction = TensorFunction
 """A step without communication: the local before it to the local after it."""
 Stages = tuple[LocalFunction | Wire, ...]
@@ -157,6 +160,16 @@ def ranks_of(*progs: Program) -> Mesh:
     ranks = sorted({rank for mesh in meshes for rank in mesh.ranks})
     full = next((mesh for mesh in meshes if mesh.size == len(ranks)), None)
     return full or (Mesh({"rank": len(ranks)}, devices=ranks) if ranks else Mesh())
+
+
+@lru_cache(maxsize=CACHE_SIZE)
+def program_text(*progs: Program) -> str:
+    """Return the sources and steps of programs in a line; a long one ends with a checksum."""
+    rows = [", ".join(map(str, (prog.src, *prog.steps))) for prog in progs]
+    text = f"({'; '.join(rows)})"
+    if len(text) <= TEXT_LIMIT:
+        return text
+    return f"{text[:TEXT_LIMIT]}... {zlib.crc32(text.encode()):08x})"
 
 
 @lru_cache(maxsize=CACHE_SIZE)

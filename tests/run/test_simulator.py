@@ -240,7 +240,7 @@ ORDER = """
   rule:  every rank of a group must call the same collectives in the same order
   fix:   move the collective out of the branch that only some ranks take"""
 ALIKE = """
-  rule:  every rank of a group must call the same collective, with one shape and dtype
+  rule:  every rank of a group must call the same collective, with one shape, dtype and arguments
   fix:   look at what made the ranks differ before these lines"""
 
 
@@ -261,11 +261,11 @@ def test_collectives_are_distinguished_by_name() -> None:
             return fs.pshuffle(x, "x", [1, 0])
         return fs.ppermute(x, "x", [(0, 1), (1, 0)])
 
-    wire = "over x: all_to_all(torch.float32) at"
+    wire = "over x: all_to_all(torch.float32) of (1,) at"
     assert text_of(lambda: mapped(body)(torch.ones(2))) == (
         f"""ranks of the group (0, 1) call different collectives
-  rank 0 (x=0): fs.ppermute {wire} {line(body, 3)}
-  rank 1 (x=1): fs.pshuffle {wire} {line(body, 2)}{ALIKE}"""
+  rank 0 (x=0): fs.ppermute(perm=[[0, 1], [1, 0]]) {wire} {line(body, 3)}
+  rank 1 (x=1): fs.pshuffle(perm=[1, 0]) {wire} {line(body, 2)}{ALIKE}"""
     )
 
 
@@ -310,7 +310,8 @@ def test_ranks_in_one_position_share_a_line() -> None:
 
 def test_coordinates_of_many_ranks_are_omitted() -> None:
     mesh = fs.Mesh({"x": 8}, devices=(0, 2, 1, 3, 4, 5, 6, 7))
-    wait = "waiting in fs.psum over x: all_reduce(sum, torch.float32, (1,)) for [3]"
+    order = "ranks [0, 2, 1, 3, 4, 5, 6, 7]"
+    wait = f"waiting in fs.psum over x, {order}: all_reduce(sum, torch.float32, (1,)) for [3]"
 
     def body(x: torch.Tensor) -> torch.Tensor:
         return x if fs.axis_index("x") == 3 else fs.psum(x, "x")
@@ -347,7 +348,8 @@ def test_backward_has_the_name_and_the_line_of_the_call(create_graph: bool) -> N
 
     x = torch.ones(4, requires_grad=True)
     y = mapped(body)(x)
-    wait = "waiting in backward of fs.all_gather over x: reduce_scatter(sum, torch.float32, (2, 2))"
+    call = "backward of fs.all_gather(tiled=True) over x"
+    wait = f"waiting in {call}: reduce_scatter(sum, torch.float32, (2, 2))"
     values = text_of(lambda: torch.autograd.grad(y.sum(), x, create_graph=create_graph))
     assert values == (
         f"""the simulation stands still: ranks wait for others that never come
@@ -375,11 +377,12 @@ def test_programs_and_conversions_have_names() -> None:
     def with_a_rank() -> int:
         return int(fs.axis_index("x", mesh=MESH))
 
+    steps = "(f32[4@x], all_gather(x, dim 0))"
     for body, name in (
-        (with_a_program, "the program to f32[4] over x: all_gather"),
-        (with_a_start, "the program to f32[4] over x: all_gather"),
+        (with_a_program, f"the program to f32[4]{steps} over x: all_gather"),
+        (with_a_start, f"the program to f32[4]{steps} over x: all_gather"),
         (with_from_local, "fs.from_local over x: all_gather"),
-        (with_scatter, "fs.scatter over x: all_to_all"),
+        (with_scatter, "fs.scatter(f32[4@x], src=0) over x: all_to_all"),
     ):
         text = text_of(lambda body=body: fs.simulate(MESH, body))
         assert f"rank 1 (x=1): waiting in {name}(" in text

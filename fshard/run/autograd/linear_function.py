@@ -32,7 +32,7 @@ from fshard.plan.batch.coalesce import buckets, rounds
 from fshard.program.program import Program
 from fshard.run.autograd.max_min_gradient import extreme_gradient, linear_parts
 from fshard.run.bucketing import launch_all
-from fshard.run.interpreter import launch, ranks_of, run_on_shards
+from fshard.run.interpreter import launch, program_text, ranks_of, run_on_shards
 from fshard.run.transports.base import (
     LABEL,
     Label,
@@ -173,7 +173,8 @@ def launch_linear(op: LinearOp, xs: Tensors, where: str) -> FinishAll:
         return lambda: tuple(x.new_empty(0) for x in xs)
     if LABEL.get() is not None:
         return op.launch(transport, xs)
-    with labelled(Label(where, mesh)):
+    arguments = program_text(*op.progs) if isinstance(op, ProgramGroup) else ""
+    with labelled(Label(where, mesh, arguments=arguments)):
         return op.launch(transport, xs)
 
 

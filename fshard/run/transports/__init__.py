@@ -2,8 +2,11 @@
 
 - `base`: the protocol `Transport`, the current rank, labels for errors, observers.
 - `simulator`: ranks as threads of this process, one at a time; `fs.simulate`.
+- `rank_threads`: the threads of the simulator.
 - `torch_distributed`: ranks as processes, over gloo or NCCL; `fs.init`.
 - `divergence_check`: a transport of processes that compares calls before each launch.
+- `rank_status`: positions of ranks, as the check writes them to the store.
+- `process_end`: sockets by which a rank notices that the process of another has ended.
 - `divergence_report`: fingerprints of calls, and the errors for ranks whose calls differ.
 - `shape_only`: a transport for meta and fake tensors, which sends nothing.
 - `reduce_dtypes`: reductions of dtypes that backends cannot reduce.

@@ -185,23 +185,32 @@ def check_ranks(mesh: Mesh, transport: Transport, where: str) -> None:
 class Label:
     """Name of the user's call and the mesh whose axes it names, for errors.
 
+    Labels are equal if the name, the arguments and the shapes are: ranks of one collective must
+    agree on everything that changes its values.
+
     Attributes:
         name: such as "fs.psum".
         mesh: the mesh.
         line: `file:line` of the call, if the launch comes later.
         checked: the transport that checks it, if the launch comes later.
+        arguments: options or steps as text, such as "(perm=[[0, 1]])".
+        shapes: shapes of the tensors that it is called on, where those must be equal.
     """
 
     name: str
     mesh: Mesh = field(compare=False)
     line: str = field(default="", compare=False)
     checked: Transport | None = field(default=None, compare=False)
+    arguments: str = ""
+    shapes: tuple[torch.Size, ...] = ()
 
 
 @lru_cache(maxsize=CACHE_SIZE)
-def label_of(name: str, mesh: Mesh) -> Label:
+def label_of(
+    name: str, mesh: Mesh, arguments: str = "", shapes: tuple[torch.Size, ...] = ()
+) -> Label:
     """Return the label of a call that launches at once, cached because creating one costs more."""
-    return Label(name, mesh)
+    return Label(name, mesh, arguments=arguments, shapes=shapes)
 
 
 LABEL: ContextVar[Label | None] = ContextVar("fshard_label", default=None)

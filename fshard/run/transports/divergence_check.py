@@ -2,22 +2,27 @@
 
 Under `torchrun` only; the simulator compares in `arrive`. Before a collective every rank writes the
 call to the store of `torch.distributed`, and reads the calls of the other ranks of its group. If
-all have come, or if they differ, or if some have returned, raised or timed out, the first rank to
-notice writes a verdict, and every rank of the group launches or raises as the first verdict says:
-none is in the backend while another has given up. It costs some round trips to the store per
-collective and serializes launches, so it is for debugging, not for training.
+all have come, or if they differ, or if some have returned, raised, ended or timed out, the first
+rank to notice writes a verdict, and every rank of the group launches or raises as the first verdict
+says: none is in the backend while another has given up. What the backend waits for runs in a thread
+for as long as it takes, while this one watches the processes of the group: one may end in there. It
+costs some round trips to the store per collective and serializes launches, so it is for debugging,
+not for training.
 """
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import json
+import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,17 +33,36 @@ from fshard._util.text import one_line
 from fshard.layout.mesh import Mesh
 from fshard.run.transports.base import Finish, Group, Parts, as_checked, current_transport
 from fshard.run.transports.divergence_report import (
+    BRANCH,
     Fingerprint,
     Position,
     diverged,
+    ended,
     fingerprint,
+    is_sorted,
     raise_line,
     stranded,
     unsent,
     user_line,
     words,
 )
-from fshard.run.transports.torch_distributed import ProcessWorld
+from fshard.run.transports.process_end import ProcessWatch
+from fshard.run.transports.rank_status import (
+    EMPTY,
+    Arrival,
+    Moment,
+    RankStatus,
+    Splits,
+    arrived_ranks,
+    stuck_ranks,
+)
+from fshard.run.transports.torch_distributed import (
+    BLOCKING,
+    ProcessWorld,
+    start_waiting,
+)
+
+T = TypeVar("T")
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 PATIENCE = 1.0
@@ -46,61 +70,12 @@ PATIENCE = 1.0
 PAUSES = (0.0,) * 20 + (0.001,) * 100
 """Seconds between the first reads of the store, followed by `LAST_PAUSE`."""
 LAST_PAUSE = 0.02
-EMPTY = "-"
-"""Value of a key that no rank has written."""
+WATCH_PAUSE = 0.1
+"""Seconds between looks at the processes of a group that is in the backend."""
+GRACE = 0.5
+"""Seconds in which the end of a process shows after a connection to it has failed."""
 GO = ""
 """Text of the verdict that all ranks have come."""
-
-Moment = tuple[int, int]
-"""Number of a call of a mapped function, and of a group's collective in it; equal on all ranks."""
-Splits = tuple[Sequence[int], Sequence[int]] | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Arrival:
-    """Call with which a rank has come to a group's collective."""
-
-    moment: Moment
-    words: str
-    line: str
-    splits: Splits
-
-
-@dataclass(slots=True)
-class RankStatus:
-    """Position of a rank, as it writes it to the store.
-
-    Attributes:
-        call: number of the mapped call.
-        ended: "returned" or "raised" after the call, else "".
-        awaited: the group whose collective it waits in.
-        position: the position as text.
-        remark: an additional line for errors.
-        arrivals: its last call by group.
-        passed: the last moment by group at which it saw all ranks.
-    """
-
-    call: int = 0
-    ended: str = ""
-    awaited: Group | None = None
-    position: str = "not yet in a checked call"
-    remark: str = ""
-    arrivals: dict[str, _Arrival] = field(default_factory=dict)
-    passed: dict[str, Moment] = field(default_factory=dict)
-
-    @staticmethod
-    def parse(text: str) -> RankStatus:
-        """Return the status that a rank has written."""
-        if text == EMPTY:
-            return RankStatus()
-        fields = json.loads(text)
-        fields["arrivals"] = {
-            group: _Arrival(**(arrival | {"moment": tuple(arrival["moment"])}))
-            for group, arrival in fields["arrivals"].items()
-        }
-        fields["awaited"] = fields["awaited"] and tuple(fields["awaited"])
-        fields["passed"] = {group: tuple(moment) for group, moment in fields["passed"].items()}
-        return RankStatus(**fields)
 
 
 class _CheckedTransport:
@@ -114,6 +89,11 @@ class _CheckedTransport:
         self.remark: Callable[[], str] = str
         self.store: Any = PrefixStore(f"fshard {mesh.ranks} {world.start_count}", default_store())
         self.groups_with_keys: set[Group] = set()
+        self.watched_groups: set[Group] = set()
+        self.statuses: dict[int, RankStatus] = {}
+        """The last known ones of other ranks."""
+        self.watch = ProcessWatch(world.listener)
+        self.watch.ended({0, *mesh.ranks})  # rank 0 may keep the store
 
     @property
     def all_ranks(self) -> range:
@@ -124,24 +104,24 @@ class _CheckedTransport:
         return self.world.accepts(device)
 
     def all_gather(self, x: torch.Tensor, group: Group) -> Callable[[], Parts]:
-        self._compare(fingerprint("all_gather", x), group)
-        return self.world.all_gather(x, group)
+        watched = self._compare(fingerprint("all_gather", x), group)
+        return watched(lambda: self.world.all_gather(x, group))
 
     def all_reduce(
         self, x: torch.Tensor, reduction: str, group: Group, *, owned: bool = False
     ) -> Finish:
-        self._compare(fingerprint("all_reduce", x, reduction), group)
-        return self.world.all_reduce(x, reduction, group, owned=owned)
+        watched = self._compare(fingerprint("all_reduce", x, reduction), group)
+        return watched(lambda: self.world.all_reduce(x, reduction, group, owned=owned))
 
     def reduce_scatter(self, x: torch.Tensor, reduction: str, group: Group) -> Finish:
-        self._compare(fingerprint("reduce_scatter", x, reduction), group)
-        return self.world.reduce_scatter(x, reduction, group)
+        watched = self._compare(fingerprint("reduce_scatter", x, reduction), group)
+        return watched(lambda: self.world.reduce_scatter(x, reduction, group))
 
     def all_to_all(
         self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: Group
     ) -> Finish:
-        self._compare(fingerprint("all_to_all", x), group, (tuple(send), tuple(receive)))
-        return self.world.all_to_all(x, send, receive, group)
+        watched = self._compare(fingerprint("all_to_all", x), group, (tuple(send), tuple(receive)))
+        return watched(lambda: self.world.all_to_all(x, send, receive, group))
 
     # -- the status in the store ------------------------------------------------------
 
@@ -151,55 +131,93 @@ class _CheckedTransport:
         self.status.call += 1
         self.status.awaited = None
         self.remark, self.inside = str, True
-        self._write_status("running")
+        with self._names_store("before its first collective"):
+            self._write_status("running")
         try:
             yield
         except BaseException as error:
-            self.status.awaited = None
-            self._write_status(
-                f"raised {one_line(error)}{raise_line(error.__traceback__)}", "raised"
-            )
+            self.report_error(error)
             raise
         else:
-            self._write_status("returned", "returned")
+            with suppress(dist.DistError):  # a later collective reports it
+                self._write_status("returned", "returned")
         finally:
             self.inside = False
 
+    def report_error(self, error: BaseException, line: str | None = None) -> None:
+        """Write that this rank raised an error."""
+        self.status.awaited = None
+        self.status.is_origin = not getattr(error, "same_on_all_ranks", False)
+        line = raise_line(error.__traceback__) if line is None else line
+        with suppress(dist.DistError):  # the error itself is raised
+            self._write_status(f"raised {one_line(error)}{line}", "raised")
+
+    def report_uncaught(self) -> None:
+        """Write the error that ends this process, so that waiting ranks name it."""
+        error = getattr(sys, "last_value", None)
+        if error is not None and self.world.is_current:
+            self.report_error(error)
+
     def _write_status(self, position: str, ended: str = "") -> None:
+        """Write this rank's position; outside of a call it has returned unless it raises."""
         self.status.position, self.status.remark = position, self.remark()
-        if self.inside:
-            self.status.ended = ended
+        self.status.ended = ended or ("" if self.inside else "returned")
         self.store.set(str(self.rank), json.dumps(asdict(self.status)))
+
+    @contextmanager
+    def _names_store(self, position: str, line: str = "") -> Iterator[None]:
+        """Raise `ShardingError` in place of errors of the store: its process may have ended."""
+        try:
+            yield
+        except dist.DistError as error:
+            positions = {self.rank: Position(position, line)}
+            keeper = self.world.listener.keeper if self.world.listener else "a process"
+            raise self._error_of_ended({0, *self.mesh.ranks}, positions) or stranded(
+                "the store of torch.distributed, in which ranks find each other, does not answer",
+                self.mesh,
+                positions,
+                f"{keeper} keeps the store; look at its output: {one_line(error)}",
+            ) from error
 
     # -- the comparison ---------------------------------------------------------------
 
-    def _compare(self, call: Fingerprint, group: Group, splits: Splits = None) -> None:
-        """Return once all ranks of the group have made the same call, or raise the verdict."""
-        if not all(rank in self.mesh for rank in group):
-            return
+    def _compare(
+        self, call: Fingerprint, order: Group, splits: Splits = None
+    ) -> Callable[[Callable[[], Callable[[], T]]], Callable[[], T]]:
+        """Wait until all ranks of the group have made the same call, or raise the verdict.
+
+        Returns:
+            A function that launches the collective, watched, and returns its `finish`.
+        """
+        if not all(rank in self.mesh for rank in order):
+            return lambda launch: launch()
+        group = order if is_sorted(order) else tuple(sorted(order))
+        if splits is not None and group != order:
+            index = [order.index(rank) for rank in group]
+            splits = [splits[0][i] for i in index], [splits[1][i] for i in index]
         key = str(group)
         last = self.status.arrivals.get(key)
         same_call = last is not None and last.moment[0] == self.status.call
         moment = (self.status.call, last.moment[1] + 1 if last is not None and same_call else 0)
-        arrival = _Arrival(moment, words(call, group), user_line(None, call[0]), splits)
+        arrival = Arrival(moment, words(call, order), user_line(None, call[0]), splits)
         self.status.arrivals[key] = arrival
-        try:
+        with self._names_store(f"waiting in {arrival.words}", arrival.line):
             self._create_keys(group)
             self.status.awaited = group
             self._write_status(f"waiting in {arrival.words}{arrival.line}")
             try:
                 self._await(group, moment)
                 self.status.passed[key] = moment
+                if group not in self.watched_groups:  # all have written their addresses
+                    self.watch.ended(group)
+                    self.watched_groups.add(group)
+            except ShardingError as error:
+                self.report_error(error, arrival.line)
+                raise
             finally:
                 self.status.awaited = None
-                self._write_status(f"running, last in {arrival.words}{arrival.line}")
-        except dist.DistError as error:
-            raise stranded(
-                "the store of torch.distributed, in which ranks find each other, does not answer",
-                self.mesh,
-                {self.rank: Position(f"waiting in {arrival.words}", arrival.line)},
-                f"look at the rank that keeps the store: {one_line(error)}",
-            ) from error
+            self._write_status(f"running, last in {arrival.words}{arrival.line}")
+        return lambda launch: self._launch(launch, group, arrival)
 
     def _create_keys(self, group: Group) -> None:
         """Create the keys of a group's ranks, so that reading them does not block."""
@@ -213,10 +231,11 @@ class _CheckedTransport:
         begin = time.monotonic()
         differing_since: float | None = None
         for pause in itertools.chain(PAUSES, itertools.repeat(LAST_PAUSE)):
+            gone = self.watch.ended(group) if pause == LAST_PAUSE else ()
             verdict, statuses = self._read(group, group)
             if self._is_decided(verdict, group, moment):
                 return
-            arrived = _arrived(statuses, str(group), moment)
+            arrived = arrived_ranks(statuses, str(group), moment)
             if arrived is None:
                 return
             now = time.monotonic()
@@ -224,7 +243,7 @@ class _CheckedTransport:
                 differing_since = differing_since or now
             waited = limit if now - begin > limit else None
             patient = differing_since is None or now - differing_since < PATIENCE
-            error = self._error(group, statuses, arrived, waited, patient)
+            error = self._error(group, statuses, arrived, waited, patient, gone)
             if error is not None or len(arrived) == len(group):
                 text = GO if error is None else str(error)
                 verdict = self._write_verdict(group, moment, verdict, text)
@@ -270,10 +289,8 @@ class _CheckedTransport:
 
     def _find_cycle(self) -> None:
         """If ranks of the mesh wait for each other in a cycle, write a verdict for all of them."""
-        ranks = tuple(self.mesh.ranks)
-        self._create_keys(ranks)
-        _, statuses = self._read(ranks, ranks)
-        stuck = _stuck(statuses)
+        statuses = self._read_mesh()
+        stuck = stuck_ranks(statuses)
         if self.rank in stuck:
             positions = {
                 rank: Position(statuses[rank].position, remark=statuses[rank].remark)
@@ -282,13 +299,80 @@ class _CheckedTransport:
             error = stranded("ranks wait for each other", self.mesh, positions)
             self._write_verdicts(list(dict.fromkeys(stuck.values())), str(error))
 
+    def _read_mesh(self) -> dict[int, RankStatus]:
+        """Return the statuses of all ranks of the mesh."""
+        ranks = tuple(self.mesh.ranks)
+        self._create_keys(ranks)
+        return self._read(ranks, ranks)[1]
+
     def _read(self, group: Group, ranks: Group) -> tuple[str, dict[int, RankStatus]]:
         """Return the verdict of a group and the statuses of ranks."""
         names = [_verdict_key(group), *map(str, ranks)]
         extended = self.store.has_extended_api()
         raw = self.store.multi_get(names) if extended else [self.store.get(n) for n in names]
         verdict, *texts = (value.decode() for value in raw)
-        return verdict, dict(zip(ranks, map(RankStatus.parse, texts), strict=True))
+        statuses = dict(zip(ranks, map(RankStatus.parse, texts), strict=True))
+        self.statuses |= statuses
+        return verdict, statuses
+
+    # -- the backend ------------------------------------------------------------------
+
+    def _launch(
+        self, launch: Callable[[], Callable[[], T]], group: Group, arrival: Arrival
+    ) -> Callable[[], T]:
+        """Launch a collective and return its `finish`; while they wait, processes are watched."""
+
+        def watched(function: Callable[[], Any]) -> Any:
+            token = BLOCKING.set(lambda wait: self._watched(wait, group, arrival))
+            try:
+                return function()
+            except BaseException as error:
+                self.report_error(error, arrival.line)
+                raise
+            finally:
+                BLOCKING.reset(token)
+
+        finish = watched(launch)
+        return lambda: watched(finish)
+
+    def _watched(self, wait: Callable[[], T], group: Group, arrival: Arrival) -> T:
+        """Return `wait()`, which the backend may not end if a process of the group has ended."""
+        done, results, errors = threading.Event(), list[T](), list[BaseException]()
+
+        def run() -> None:
+            try:
+                results.append(wait())
+            except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
+                errors.append(error)
+            done.set()
+
+        start_waiting(run)
+        ended_since: float | None = None
+        while not done.wait(WATCH_PAUSE):
+            # A process may also have ended after its part of the collective.
+            if self.watch.ended(group):
+                ended_since = ended_since or time.monotonic()
+            if ended_since is not None and time.monotonic() - ended_since > PATIENCE:
+                break
+        if results:
+            return results[0]
+        positions = {self.rank: Position(f"in {arrival.words}", arrival.line)}
+        error = self._error_of_ended(group, positions)
+        raise error or errors[0] from (errors[0] if errors and error else None)
+
+    def _error_of_ended(
+        self, ranks: Iterable[int], positions: dict[int, Position]
+    ) -> ShardingError | None:
+        """Return the error of those of `ranks` whose processes have ended, None if none have."""
+        deadline = time.monotonic() + GRACE
+        while not (gone := self.watch.ended(ranks)):
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(LAST_PAUSE)
+        with suppress(dist.DistError):  # else the last known positions
+            self._read_mesh()
+        known = {rank: self.statuses.get(rank, RankStatus()).position for rank in gone}
+        return ended(self.mesh, known, positions)
 
     # -- the verdict ------------------------------------------------------------------
 
@@ -296,9 +380,10 @@ class _CheckedTransport:
         self,
         group: Group,
         statuses: dict[int, RankStatus],
-        arrived: dict[int, _Arrival],
+        arrived: dict[int, Arrival],
         waited: float | None,
         patient: bool,
+        gone: Group,
     ) -> ShardingError | None:
         """Return the error for all ranks of a group, None as long as there is none.
 
@@ -308,6 +393,7 @@ class _CheckedTransport:
             arrived: the calls of those that have come.
             waited: the timeout in seconds, once it is over.
             patient: whether to wait for missing ranks although calls differ.
+            gone: those whose processes have ended.
         """
         missing = [rank for rank in group if rank not in arrived]
         differ = len({arrival.words for arrival in arrived.values()}) > 1
@@ -317,11 +403,12 @@ class _CheckedTransport:
             splits = [arrived[rank].splits for rank in group]
             return unsent(group, [pair for pair in splits if pair is not None])
         positions = _positions(group, statuses, arrived, tuple(missing))
+        known = {rank: statuses[rank].position for rank in missing if rank in gone}
+        if known:
+            return ended(self.mesh, known, positions)
         if any(self._will_not_come(statuses[rank]) for rank in missing):
-            raised = [rank for rank in missing if statuses[rank].ended == "raised"]
-            fix = [f"look at the error of rank {rank}" for rank in raised[:1]]
             head = "ranks wait for others that never come"
-            return stranded(head, self.mesh, positions, *fix)
+            return stranded(head, self.mesh, *self._with_origins(positions, missing))
         if waited is not None:
             return stranded(
                 f"ranks waited {waited:g} s for others that did not come",
@@ -331,6 +418,21 @@ class _CheckedTransport:
                 "are only late, fs.init(mesh, timeout=seconds)",
             )
         return None
+
+    def _with_origins(
+        self, positions: dict[int, Position], missing: Sequence[int]
+    ) -> tuple[dict[int, Position], str]:
+        """Add the ranks of the mesh whose errors made others raise, and return a fix."""
+        if not any(self.statuses[rank].ended == "raised" for rank in missing):
+            return positions, BRANCH
+        statuses = self._read_mesh()
+        gone = self.watch.ended(self.mesh.ranks)
+        origins = [rank for rank, status in statuses.items() if status.is_origin or rank in gone]
+        for rank in origins:
+            what = statuses[rank].position
+            positions[rank] = Position(f"its process ended ({what})" if rank in gone else what)
+        raised = [*origins, *(rank for rank in missing if statuses[rank].ended == "raised")]
+        return positions, f"look at the error of rank {raised[0]}"
 
     def _will_not_come(self, status: RankStatus) -> bool:
         """Return True if a rank has ended the call that this one waits in.
@@ -343,7 +445,7 @@ class _CheckedTransport:
 
 
 def _positions(
-    group: Group, statuses: dict[int, RankStatus], arrived: dict[int, _Arrival], missing: Group = ()
+    group: Group, statuses: dict[int, RankStatus], arrived: dict[int, Arrival], missing: Group = ()
 ) -> dict[int, Position]:
     """Return the positions of a group's ranks; those that have come wait for the `missing`."""
     positions: dict[int, Position] = {}
@@ -355,39 +457,6 @@ def _positions(
             what = f"waiting in {arrival.words}" if missing else arrival.words
             positions[rank] = Position(what, arrival.line, missing, remark)
     return positions
-
-
-def _arrived(
-    statuses: dict[int, RankStatus], key: str, moment: Moment
-) -> dict[int, _Arrival] | None:
-    """Return the calls of ranks that have come; None if a rank has seen all and gone on."""
-    if any(status.passed.get(key, (0, 0)) >= moment for status in statuses.values()):
-        return None
-    arrivals = {rank: status.arrivals.get(key) for rank, status in statuses.items()}
-    return {rank: a for rank, a in arrivals.items() if a is not None and a.moment == moment}
-
-
-def _stuck(statuses: dict[int, RankStatus]) -> dict[int, tuple[Group, Moment]]:
-    """Return the ranks that wait in a cycle, each with the collective that it waits in."""
-    waiting = {
-        rank: (status.awaited, status.arrivals[str(status.awaited)].moment)
-        for rank, status in statuses.items()
-        if status.awaited is not None
-    }
-    while True:
-        blocked = {
-            rank: (group, moment)
-            for rank, (group, moment) in waiting.items()
-            if any(
-                member in waiting
-                for member in group
-                if (arrived := _arrived(statuses, str(group), moment)) is not None
-                and member not in arrived
-            )
-        }
-        if len(blocked) == len(waiting):
-            return blocked
-        waiting = blocked
 
 
 def _verdict_key(group: Group) -> str:
@@ -421,6 +490,7 @@ def checked_collectives(mesh: Mesh) -> Iterator[None]:
         if any(other.world is not transport for other in _CHECKED.values()):
             _CHECKED.clear()  # their process groups were replaced
         checked = _CHECKED[ranks] = _CheckedTransport(transport, mesh)
+        atexit.register(checked.report_uncaught)  # before the end of the process groups
     checked.mesh = mesh
     with as_checked(checked), checked.call():
         yield

@@ -7,6 +7,7 @@ fingerprints and raise the same errors.
 from __future__ import annotations
 
 import itertools
+import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType, TracebackType
@@ -73,7 +74,8 @@ def backward_label() -> Label | None:
     if label is None or (checked is None and not is_simulated()):
         return None
     line = label.line or _line(sys._getframe())
-    return Label(f"backward of {label.name}", label.mesh, line, checked)
+    name, mesh = f"backward of {label.name}", label.mesh
+    return Label(name, mesh, line, checked, label.arguments, label.shapes)
 
 
 def raise_line(traceback: TracebackType | None) -> str:
@@ -92,6 +94,8 @@ def rank_text(mesh: Mesh, rank: int) -> str:
 
 
 def _named(mesh: Mesh, rank: int) -> str:
+    if rank not in mesh:
+        return str(rank)
     return f"{rank} ({', '.join(f'{a}={c}' for a, c in mesh.coords(rank).items())})"
 
 
@@ -120,30 +124,46 @@ def explain_with(remark: Callable[[], str]) -> None:
 
 
 def fingerprint(op: str, x: torch.Tensor, *arguments: object) -> Fingerprint:
-    """Return the fingerprint of an operation on `x`; shapes of an all-to-all may differ."""
+    """Return the fingerprint of an operation on `x`; payloads of an all-to-all may differ."""
     if op == "all_to_all":
         return (LABEL.get(), op, x.dtype)
     return (LABEL.get(), op, *arguments, x.dtype, tuple(x.shape))
 
 
 def words(call: Fingerprint, group: Group) -> str:
-    """Return a call as text, `fs.psum over x: all_reduce(sum, torch.float32, (2,))`."""
+    """Return a call as text, `fs.psum over x: all_reduce(sum, torch.float32, (2,))`.
+
+    Texts of calls with different fingerprints or orders of the group differ.
+    """
     label, op, *arguments = call
     wire = f"{op}({', '.join(map(str, arguments))})"
     if not isinstance(label, Label):
-        return wire
-    return f"{label.name} over {_axes(label.mesh, group)}: {wire}"
+        return wire if is_sorted(group) else f"{wire} over ranks {list(group)}"
+    shapes = ""
+    if len(label.shapes) > 1 or (label.shapes and op == "all_to_all"):
+        shapes = f" of {', '.join(str(tuple(shape)) for shape in label.shapes)}"
+    return f"{label.name}{label.arguments} over {_axes(label.mesh, group)}: {wire}{shapes}"
+
+
+def is_sorted(group: Sequence[int]) -> bool:
+    """Return True if the ranks of a group are in ascending order."""
+    return all(map(operator.lt, group, group[1:]))
 
 
 def _axes(mesh: Mesh, group: Group) -> str:
-    """Return the mesh axes that a group communicates along, in its order; else its ranks."""
+    """Return the mesh axes that a group communicates along, in its order; else its ranks.
+
+    The order of ranks is added where the axes do not imply it: devices of a mesh in any order.
+    """
+    ranks = f"ranks {list(group)}"
     if all(rank in mesh for rank in group):
         coords = [mesh.coords(rank) for rank in group]
         axes = [axis for axis in mesh.axes if len({c[axis] for c in coords}) > 1]
         for names in itertools.permutations(axes):
             if mesh.group(group[0], names) == group:
-                return ", ".join(names)
-    return f"ranks {list(group)}"
+                order = "" if is_sorted(mesh.devices) else f", {ranks}"
+                return ", ".join(names) + order
+    return ranks
 
 
 def unsent(
@@ -215,7 +235,7 @@ def diverged(mesh: Mesh, group: Group, positions: Mapping[int, Position]) -> Sha
     return _error(
         f"ranks of the group {group} call different collectives",
         _lines(mesh, positions),
-        "every rank of a group must call the same collective, with one shape and dtype",
+        "every rank of a group must call the same collective, with one shape, dtype and arguments",
         "look at what made the ranks differ before these lines",
     )
 
@@ -229,6 +249,24 @@ def stranded(
     """Return the error of ranks that wait for others that never come."""
     rule = "every rank of a group must call the same collectives in the same order"
     return _error(head, _lines(mesh, positions), rule, fix)
+
+
+def ended(mesh: Mesh, gone: Mapping[int, str], positions: Mapping[int, Position]) -> ShardingError:
+    """Return the error of ranks that wait for processes that have ended.
+
+    Args:
+        mesh: the mesh.
+        gone: the last known positions of the ended ranks.
+        positions: the other ranks.
+    """
+    last = {rank: Position(f"its process ended ({what})") for rank, what in gone.items()}
+    return _error(
+        f"{_ranks_text(mesh, tuple(gone))} ended while others wait",
+        _lines(mesh, {**positions, **last}),
+        "every process of a group must run until its last collective has ended",
+        f"look at the output of rank {next(iter(gone))}; SIGKILL, which the out-of-memory killer "
+        "sends, leaves none",
+    )
 
 
 def lost(error: BaseException, label: Label | None, op: str, group: Group) -> ShardingError:

@@ -6,6 +6,9 @@ races. When no rank can run, an error names the call that each of them waits in.
 
 `arrive` compares each rank's call with the group's first, and raises if they differ;
 `divergence_report` writes the errors.
+
+After an error or Ctrl-C ranks end at their next collective; Ctrl-C also raises in the code of the
+running rank, as soon as that runs Python. Threads of an interrupted simulation are not reused.
 """
 
 from __future__ import annotations
@@ -13,11 +16,8 @@ from __future__ import annotations
 import contextvars
 import ctypes
 import itertools
-import os
-import sys
 import threading
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,18 +30,20 @@ from fshard._util.hooks import Hook
 from fshard.layout.mesh import Mesh, check_is_mesh
 from fshard.layout.sharded import Sharded
 from fshard.layout.tree import is_pair, map_leaves
-from fshard.run.transports.base import Finish, Group, as_rank
+from fshard.run.transports.base import Finish, Group, as_rank, current_transport
 from fshard.run.transports.divergence_report import (
     Fingerprint,
     Position,
     diverged,
     fingerprint,
+    is_sorted,
     rank_text,
     stranded,
     unsent,
     user_line,
     words,
 )
+from fshard.run.transports.rank_threads import core_for_ranks, idle_thread
 from fshard.run.transports.reduce_dtypes import reduced
 
 
@@ -49,56 +51,8 @@ class _Stopped(BaseException):
     """Ends a rank's thread after another rank failed; never reaches users."""
 
 
-# -- threads --------------------------------------------------------------------------
-
-
-class _Worker:
-    """Thread that is reused by later simulations: a new one costs more than a collective."""
-
-    __slots__ = ("core", "gate", "job")
-
-    def __init__(self) -> None:
-        self.gate = threading.Lock()
-        self.gate.acquire()
-        self.job: Callable[[], None] | None = None
-        self.core: int | None = None
-        threading.Thread(target=self._loop, daemon=True, name="fshard-rank").start()
-
-    def _loop(self) -> None:
-        if hasattr(os, "SCHED_BATCH"):
-            with suppress(OSError):
-                # A thread that wakes up must not preempt the one that holds Python's lock.
-                os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-        while True:
-            self.gate.acquire()
-            job, self.job = self.job, None
-            assert job is not None
-            job()
-            job = None  # frees the tensors that it refers to before the next job comes
-            _IDLE.append(self)
-
-    def pin(self, core: int | None) -> None:
-        """Pin the thread to one core, or with None to those of the process."""
-        if core != self.core:
-            with suppress(OSError):  # not permitted: slower, but correct
-                all_cores = os.sched_getaffinity(os.getpid())
-                os.sched_setaffinity(0, all_cores if core is None else {core})
-            self.core = core
-
-
-_IDLE: list[_Worker] = []
-os.register_at_fork(after_in_child=_IDLE.clear)
-
-
-def _core_for_ranks() -> int | None:
-    """Return the caller's core, to which all ranks are pinned; None for any core.
-
-    Ranks run in turn: on one core a switch costs half, and data stay in its cache. Operations with
-    several threads need the other cores.
-    """
-    if torch.get_num_threads() > 1 or not sys.platform.startswith("linux"):
-        return None
-    return int(ctypes.CDLL(None).sched_getcpu())
+STOP_SECONDS = 1.0
+"""Time for the ranks to end after Ctrl-C, before they are abandoned."""
 
 
 # -- rendezvous -----------------------------------------------------------------------
@@ -191,25 +145,35 @@ class SimulatedWorld:
         self.error: tuple[int | None, BaseException] | None = None
         self.ended = threading.Lock()
         self.core: int | None = None
+        rank = current_transport()
+        self.outer = rank.world if isinstance(rank, SimulatedRank) else None
+        self.interrupted = False
+        self.ending = threading.Lock()
+
+    @property
+    def stopped(self) -> bool:
+        """True if the ranks must end: here, or where one of them simulates, an error was raised."""
+        return self.error is not None or (self.outer is not None and self.outer.stopped)
 
     # -- turns --
 
     def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
         """Run one function per rank; return their results or raise the first error."""
         self.ended.acquire()
-        settings, self.core = ThreadSettings.current(), _core_for_ranks()
+        settings, self.core = ThreadSettings.current(), core_for_ranks()
         for rank, function in zip(self.order, functions, strict=True):
-            worker = _IDLE.pop() if _IDLE else _Worker()
+            worker = idle_thread()
             context = contextvars.copy_context()
             worker.job = lambda r=rank, f=function, c=context: c.run(self._run_rank, r, f, settings)
             rank.gate, rank.pin = worker.gate, worker.pin
-        self.order[0].gate.release()
         try:
+            self.order[0].gate.release()
             self.ended.acquire()
         except BaseException as interrupt:
-            # Ctrl-C: every rank stops at its next collective.
-            self.error = (None, interrupt)
+            self._stop(interrupt)
             raise
+        if self.outer is not None and self.outer.stopped:
+            raise _Stopped
         try:
             if self.error is None:
                 return [rank.result for rank in self.order]
@@ -223,6 +187,16 @@ class SimulatedWorld:
         finally:
             self._free_tensors()
 
+    def _stop(self, interrupt: BaseException) -> None:
+        """End the ranks after Ctrl-C, and wait for `STOP_SECONDS`."""
+        with self.ending:
+            self.error, self.interrupted = (None, interrupt), True
+            for rank in self.order:
+                if rank.state == "ready" and rank.thread:
+                    thread, stopped = ctypes.c_ulong(rank.thread), ctypes.py_object(_Stopped)
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, stopped)
+        self.ended.acquire(timeout=STOP_SECONDS)
+
     def _free_tensors(self) -> None:
         """Drop all tensors, since ranks and world form a reference cycle."""
         self.error = None
@@ -232,11 +206,12 @@ class SimulatedWorld:
 
     def _run_rank(
         self, rank: SimulatedRank, function: Callable[[], Any], settings: ThreadSettings
-    ) -> None:
+    ) -> bool:
+        """Run one rank to its end; return True if its thread can be reused."""
         rank.thread = threading.get_ident()
         rank.pin(self.core)
         try:
-            if self.error is None:
+            if not self.stopped:
                 with as_rank(rank), settings.entered():
                     rank.result = function()
         except _Stopped:
@@ -247,8 +222,12 @@ class SimulatedWorld:
                     None if getattr(error, "same_on_all_ranks", False) else rank.rank,
                     error,
                 )
-        rank.state = "done"
-        self._run_next(rank)
+        finally:
+            with self.ending:
+                rank.state = "done"
+                reusable = not self.interrupted
+            self._run_next(rank)
+        return reusable
 
     def _run_next(self, rank: SimulatedRank) -> None:
         """Let the next rank run that can, or end the simulation."""
@@ -276,14 +255,17 @@ class SimulatedWorld:
         self, rank: SimulatedRank, call: Fingerprint, group: Group, x: torch.Tensor, splits: Splits
     ) -> _Rendezvous:
         """Add `x` to the group's next collective; the last rank to come computes the results."""
-        number = rank.counts.get(group, 0)
-        rank.counts[group] = number + 1
-        key = (group, number)
+        if self.stopped:
+            raise _Stopped
+        members = group if is_sorted(group) else tuple(sorted(group))
+        number = rank.counts.get(members, 0)
+        rank.counts[members] = number + 1
+        key = (members, number)
         meeting = self.unfinished.get(key)
         if meeting is None:
             meeting = self.unfinished[key] = _Rendezvous(call, group)
-        if meeting.fingerprint != call:
-            raise self._diverged(rank, call, meeting)
+        if meeting.fingerprint != call or meeting.group != group:
+            raise self._diverged(rank, call, group, meeting)
         inputs = meeting.inputs
         inputs[rank.rank] = (x.detach(), splits, call)
         if len(inputs) == len(group):
@@ -317,16 +299,17 @@ class SimulatedWorld:
         return stranded(head, self.mesh, {rank.rank: _position(rank) for rank in self.order})
 
     def _diverged(
-        self, rank: SimulatedRank, call: Fingerprint, meeting: _Rendezvous
+        self, rank: SimulatedRank, call: Fingerprint, group: Group, meeting: _Rendezvous
     ) -> ShardingError:
-        calls = {member: call for member, (_, _, call) in meeting.inputs.items()}
-        calls[rank.rank] = call
+        """Return the error of a rank whose call, or order of the group, is not the first one's."""
+        inputs, ranks = meeting.inputs, tuple(sorted(group))
         positions = {
-            member: _position_in(self.ranks[member], calls[member], meeting.group)
-            for member in meeting.group
-            if member in calls
+            member: _position_in(self.ranks[member], inputs[member][2], meeting.group)
+            for member in ranks
+            if member in inputs
         }
-        return diverged(self.mesh, meeting.group, positions)
+        positions[rank.rank] = _position_in(rank, call, group)
+        return diverged(self.mesh, ranks, dict(sorted(positions.items())))
 
 
 def _position(rank: SimulatedRank) -> Position:

@@ -7,7 +7,6 @@ groups are created on demand by the ranks of a step, and by no others.
 from __future__ import annotations
 
 import atexit
-import contextvars
 import importlib
 import os
 import sys
@@ -16,15 +15,17 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from fshard._torch.memory import materialized
 from fshard._torch.process_groups import (
+    TCPStore,
     create_group,
     default_group,
     default_store,
@@ -44,9 +45,13 @@ from fshard.run.transports.base import (
     stacked,
 )
 from fshard.run.transports.divergence_report import lost
+from fshard.run.transports.process_end import Listener
 from fshard.run.transports.reduce_dtypes import NATIVE, REDUCE, as_number, over, reduced
 
+T = TypeVar("T")
 OPS: Any = torch.ops._c10d_functional
+INIT_TIMEOUT = timedelta(minutes=30)
+"""Time that `fs.init` waits for other ranks by default, as PyTorch does."""
 EXIT_SECONDS = 1.0
 """Time for abandoned collectives to end before the process does."""
 
@@ -56,6 +61,10 @@ EXIT_SECONDS = 1.0
 GATHER_BYTES = 4 * 2**20
 REDUCE_BYTES = 2**19
 
+BLOCKING: ContextVar[Callable[[Callable[[], Any]], Any] | None] = ContextVar(
+    "fshard_blocking", default=None
+)
+"""Function that runs what waits for other ranks, or None to run it directly."""
 AVERAGING = {"nccl", "fake"}
 """Backends that average floats themselves; for others a sum is divided."""
 
@@ -73,6 +82,7 @@ class ProcessWorld:
         start_count: the number of `fs.init` calls on new process groups of one store, equal on all
             ranks. A store and its keys outlive process groups.
         names: the names of the process groups, by their ranks.
+        listener: the socket that other ranks watch.
         backends: the backend of each device type.
         only_gloo: whether all of them are gloo.
     """
@@ -82,6 +92,7 @@ class ProcessWorld:
     timeout: timedelta | None
     main: weakref.ref[Any]
     start_count: int
+    listener: Listener | None = None
     names: dict[Group, str] = field(default_factory=dict)
     backends: dict[str, str] = field(default_factory=dict)
     only_gloo: bool = field(init=False)
@@ -260,7 +271,9 @@ class ProcessWorld:
             else:
                 prefix = f"fshard_{self.start_count}"
                 try:
-                    name = create_group(ordered, self.process_rank, prefix, self.timeout)
+                    name = _blocking(
+                        lambda: create_group(ordered, self.process_rank, prefix, self.timeout)
+                    )
                 except RuntimeError as error:
                     raise lost(error, LABEL.get(), op, ranks) from error
             self.names[ordered] = name
@@ -287,9 +300,15 @@ def _merge_leading(x: torch.Tensor, dim: int) -> torch.Tensor:
     return x.flatten(0, last) if x.ndim else x.reshape(1)
 
 
+def _blocking(wait: Callable[[], T]) -> T:
+    """Return `wait()`, a call that other ranks must make too."""
+    watched = BLOCKING.get()
+    return wait() if watched is None else watched(wait)
+
+
 def _wait(out: torch.Tensor, label: Label | None, op: str, group: Group) -> torch.Tensor:
     try:
-        return OPS.wait_tensor(out)  # type: ignore[no-any-return]
+        return _blocking(lambda: OPS.wait_tensor(out))  # type: ignore[no-any-return]
     except RuntimeError as error:
         raise lost(error, label, op, group) from error
 
@@ -319,12 +338,12 @@ def init(
     Args:
         mesh: a mesh whose ranks exist; others may be used later.
         backend: "nccl" or "gloo"; by default NCCL with CUDA, else gloo.
-        timeout: seconds that a collective waits for other ranks. None keeps that of an earlier
-            call. Process groups that exist already keep their own.
+        timeout: seconds that this call and collectives wait for other ranks. None keeps that of an
+            earlier call. Process groups that exist already keep their own.
 
     Raises:
         ShardingError: the environment of `torchrun` is missing, or the mesh has ranks that do not
-            exist.
+            exist, or processes do not call it within the timeout.
 
     >>> import fshard as fs
     >>> def main():  # torchrun --nproc-per-node 2 script.py
@@ -345,6 +364,7 @@ def init(
              f"ranks must be among the {world} processes of the world, 0..{world - 1}",
              fix)  # fmt: skip
     limit = timedelta(seconds=timeout) if isinstance(timeout, int | float) else timeout
+    listener: Listener | None = None
     if not dist.is_initialized():
         use_cuda = torch.cuda.is_available() if backend is None else "nccl" in backend
         if use_cuda:
@@ -353,7 +373,11 @@ def init(
         # `torch.optim` and dispatch modes do, they would keep it alive until Python exits.
         importlib.import_module("torch.distributed.nn.functional")
         chosen = backend or ("nccl" if use_cuda else "gloo")
-        dist.init_process_group(chosen, timeout=limit)
+        rank = int(os.environ["RANK"])
+        listener = _meet(rank, world, limit or INIT_TIMEOUT)
+        dist.init_process_group(
+            chosen, store=listener.store, rank=rank, world_size=world, timeout=limit
+        )
         atexit.register(_end_process_groups)  # only those that were started here
     nccl = "nccl" in str(dist.get_backend())
     device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
@@ -362,7 +386,42 @@ def init(
         current.timeout = limit or current.timeout
     else:
         rank, main = dist.get_rank(), weakref.ref(default_group())
-        set_world(ProcessWorld(rank, device, limit, main, _count_start(rank), backends=_backends()))
+        count = _count_start(rank)
+        listener = listener or Listener(default_store(), f"fshard address {count} of {{}}", rank)
+        set_world(ProcessWorld(rank, device, limit, main, count, listener, backends=_backends()))
+
+
+def _meet(rank: int, world: int, limit: timedelta) -> Listener:
+    """Return this process's listener on the store, once all processes have one; or raise.
+
+    PyTorch waits for all processes too, but its errors do not name those that are missing.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    keeper = "torchrun" if by_agent else "rank 0"
+    rule = "every process of the world must call fs.init within the timeout"
+    seconds, longer = limit.total_seconds(), "fs.init(mesh, timeout=seconds) waits longer"
+    try:
+        store = TCPStore(
+            host, port, world, is_master=rank == 0 and not by_agent, timeout=limit,
+            multi_tenant=True, wait_for_workers=False,
+        )  # fmt: skip
+    except dist.DistError:
+        fail("fs.init", f"no answer of {keeper} at {host}:{port} within {seconds:g} s", rule,
+             f"look at the output of {keeper}; {longer}")  # fmt: skip
+    counter = f"fshard meetings of {rank}"
+    key = f"fshard meeting {store.add(counter, 1)} of {{}}"
+    listener = Listener(store, key, rank, keeper)
+    try:
+        store.wait([key.format(other) for other in range(world)], limit)
+    except dist.DistError:
+        missing = [other for other in range(world) if not store.check([key.format(other)])]
+        store.delete_key(key.format(rank))  # it may try again
+        store.add(counter, -1)
+        ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+        fail("fs.init", f"no {ranks} of 0..{world - 1} within {seconds:g} s", rule,
+             f"look at the output of {ranks}; {longer}")  # fmt: skip
+    return listener
 
 
 def _count_start(rank: int) -> int:
@@ -376,7 +435,7 @@ def _count_start(rank: int) -> int:
 
 # -- abandoned collectives and the end of the process ------------------------------------
 
-_ABANDONED: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_WAITING: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 def wait_in_background(finish: Callable[[], Any]) -> None:
@@ -385,10 +444,14 @@ def wait_in_background(finish: Callable[[], Any]) -> None:
     PyTorch keeps the buffers of a collective until it is waited for.
     """
     if not sys.is_finalizing():  # no thread starts while Python exits
-        run = contextvars.copy_context().run
-        thread = threading.Thread(target=run, args=(_drain, finish), daemon=True)
-        _ABANDONED.add(thread)
-        thread.start()
+        start_waiting(_drain, finish)
+
+
+def start_waiting(function: Callable[..., None], *args: Any) -> None:
+    """Start a thread for a call that waits for other ranks, which may never come."""
+    thread = threading.Thread(target=copy_context().run, args=(function, *args), daemon=True)
+    _WAITING.add(thread)
+    thread.start()
 
 
 def _drain(finish: Callable[[], Any]) -> None:
@@ -406,9 +469,9 @@ def _end_process_groups() -> None:
     if not dist.is_initialized():
         return
     deadline = time.monotonic() + EXIT_SECONDS
-    for thread in tuple(_ABANDONED):
+    for thread in tuple(_WAITING):
         thread.join(max(0.0, deadline - time.monotonic()))
-    if pending_works() or any(thread.is_alive() for thread in _ABANDONED):
+    if pending_works() or any(thread.is_alive() for thread in _WAITING):
         leak_groups()
     else:
         dist.destroy_process_group()

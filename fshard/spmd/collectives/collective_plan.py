@@ -13,7 +13,7 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from numbers import Real
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -37,7 +37,6 @@ from fshard.run.autograd.linear_function import (
 )
 from fshard.run.capture import Recording, Recordings, record, replay
 from fshard.run.transports.base import (
-    Label,
     Transport,
     direct_transport,
     label_of,
@@ -94,11 +93,13 @@ class CollectivePlan:
         name: the public name.
         leaf: function from a leaf to its `Transfer`, or to its result at once.
         signature: types of the operands and results.
+        arguments: the options that are not defaults, as text for errors.
     """
 
     name: str
     leaf: Callable[[Any], Any]
     signature: TypeSignature
+    arguments: str = ""
 
 
 COLLECTIVE_PLANS: dict[Any, Callable[..., CollectivePlan]] = {}
@@ -172,13 +173,34 @@ def _cached_plan(
 ) -> CollectivePlan:
     """Return the plan of a collective with these arguments and the axes bound now."""
     if key is None:
-        return make_plan(*args, **kwargs)
+        return _make_plan(make_plan, args, kwargs)
     plan = _PLANS.get(key)
     if plan is None:
         # The caller may change its lists later.
         options = {name: _copied(value) for name, value in kwargs.items()}
-        plan = _PLANS[key] = make_plan(*map(_copied, args), **options)
+        plan = _PLANS[key] = _make_plan(make_plan, tuple(map(_copied, args)), options)
     return plan
+
+
+def _make_plan(
+    make_plan: Callable[..., CollectivePlan], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> CollectivePlan:
+    """Return the plan of a collective, with its options as text."""
+    plan = make_plan(*args, **kwargs)
+    signature = inspect.signature(make_plan)
+    options = [
+        f"{name}={_as_lists(value)!r}"
+        for name, value in signature.bind(*args, **kwargs).arguments.items()
+        if name not in ("axis_name", "mesh")
+        and _as_lists(value) != signature.parameters[name].default
+    ]
+    return replace(plan, arguments=f"({', '.join(options)})") if options else plan
+
+
+def _as_lists(value: Any) -> Any:
+    """Return an option with lists in place of tuples, tensors and arrays."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return list(map(_as_lists, value)) if isinstance(value, list | tuple) else value
 
 
 def _copied(value: Any) -> Any:
@@ -204,7 +226,7 @@ def _launch_tree(plan: CollectivePlan, x: Tree, ahead: bool) -> Callable[[], Tre
         transfer = plan.leaf(x)
         if not isinstance(transfer, Transfer):
             return lambda: transfer
-        finish_one = _launch_transfers(plan.name, (transfer,), ahead)
+        finish_one = _launch_transfers(plan, (transfer,), ahead)
         finish_tensor: Callable[[], Any] = lambda: transfer.result(finish_one()[0])  # noqa: E731
         return finish_tensor
     leaves, treedef = flatten(x)
@@ -214,7 +236,7 @@ def _launch_tree(plan: CollectivePlan, x: Tree, ahead: bool) -> Callable[[], Tre
         if isinstance(transfer, Transfer):
             groups.setdefault(transfer.kind, []).append(index)
     launches = [
-        (indices, _launch_transfers(plan.name, [results[i] for i in indices], ahead))
+        (indices, _launch_transfers(plan, [results[i] for i in indices], ahead))
         for indices in groups.values()
     ]
 
@@ -228,11 +250,15 @@ def _launch_tree(plan: CollectivePlan, x: Tree, ahead: bool) -> Callable[[], Tre
     return finish
 
 
-def _launch_transfers(name: str, transfers: Sequence[Transfer], ahead: bool) -> FinishAll:
+def _launch_transfers(
+    plan: CollectivePlan, transfers: Sequence[Transfer], ahead: bool
+) -> FinishAll:
     """Launch transfers of one kind; return the function that finishes them."""
     xs = tuple(map(payload_of, transfers))
     op = _combine(tuple([transfer.op for transfer in transfers]))
-    label = Label(name, op.mesh, call_line()) if ahead else label_of(name, op.mesh)
+    name = plan.name
+    label = label_of(name, op.mesh, plan.arguments, tuple([x.shape for x in xs]))
+    label = replace(label, line=call_line()) if ahead else label
     needs_grad = torch.is_grad_enabled() and any(map(requires_grad, xs))
     if not needs_grad and not is_transformed():
         with labelled(label):

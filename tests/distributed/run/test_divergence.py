@@ -28,7 +28,7 @@ ORDER = """
   rule:  every rank of a group must call the same collectives in the same order
   fix:   move the collective out of the branch that only some ranks take"""
 ALIKE = """
-  rule:  every rank of a group must call the same collective, with one shape and dtype
+  rule:  every rank of a group must call the same collective, with one shape, dtype and arguments
   fix:   look at what made the ranks differ before these lines"""
 
 
@@ -86,6 +86,31 @@ def test_different_collectives() -> None:
     {told}
   rank 1 (x=1): fs.pmean over x: all_reduce(avg, {wire} {line(other_collective, 2)}
     {told}{ALIKE}""", (0, 1))  # fmt: skip
+
+
+def other_permutation(x: torch.Tensor) -> torch.Tensor:
+    perm = [(0, 1), (1, 0)] if dist.get_rank() else [(0, 1)]
+    return fs.ppermute(x, "x", perm)
+
+
+def test_different_permutations() -> None:
+    done = outcomes(2, run, other_permutation)
+    where = f"over x: all_to_all(torch.float32) of (2,) {line(other_permutation, 2)}"
+    same(done, f"""ranks of the group (0, 1) call different collectives
+  rank 0 (x=0): fs.ppermute(perm=[[0, 1]]) {where}
+  rank 1 (x=1): fs.ppermute(perm=[[0, 1], [1, 0]]) {where}{ALIKE}""", (0, 1))  # fmt: skip
+
+
+def other_order_of_axes(x: torch.Tensor) -> torch.Tensor:
+    return fs.psum(x, ("tp", "dp") if dist.get_rank() == 1 else ("dp", "tp"))
+
+
+def test_different_orders_of_axes() -> None:
+    done = outcomes(4, run, other_order_of_axes, GRID)
+    wire = f"all_reduce(sum, torch.float32, (2,)) {line(other_order_of_axes, 1)}"
+    same(done, f"""ranks of the group (0, 1, 2, 3) call different collectives
+  ranks 0 (dp=0, tp=0), 2 (dp=1, tp=0), 3 (dp=1, tp=1): fs.psum over dp, tp: {wire}
+  rank 1 (dp=0, tp=1): fs.psum over tp, dp: {wire}{ALIKE}""", (0, 1, 2, 3))  # fmt: skip
 
 
 def test_different_shapes() -> None:
@@ -232,10 +257,11 @@ def backward_apart() -> None:
 def test_different_collectives_in_backward() -> None:
     done = outcomes(2, backward_apart)
     index = line(backward_apart, 5)
+    gather, permute = "fs.all_gather(tiled=True)", "fs.ppermute(perm=[[0, 1], [1, 0]])"
     same(done, f"""ranks of the group (0, 1) call different collectives
-  rank 0 (x=0): backward of fs.all_gather over x: reduce_scatter(sum, torch.float32, (2, 2)) \
+  rank 0 (x=0): backward of {gather} over x: reduce_scatter(sum, torch.float32, (2, 2)) \
 {index}, of the call {line(two_ways, 1)}
-  rank 1 (x=1): backward of fs.ppermute over x: all_to_all(torch.float32) \
+  rank 1 (x=1): backward of {permute} over x: all_to_all(torch.float32) of (2,) \
 {index}, of the call {line(two_ways, 2)}{ALIKE}""", (0, 1))  # fmt: skip
 
 
@@ -330,7 +356,7 @@ def test_rank_that_raised_no_longer_waits(pair: list[_CheckedTransport]) -> None
     assert first.status.awaited is None
     _, statuses = second._read((0, 1), (0, 1))
     assert statuses[0].awaited is None
-    assert statuses[0].position.startswith("running, last in all_reduce")
+    assert statuses[0].position.startswith("raised ShardingError: ranks waited")
 
 
 # -- ragged exchanges --------------------------------------------------------------------------

@@ -279,7 +279,7 @@ def test_ranks_that_call_different_collectives() -> None:
 @pytest.mark.parametrize("other", [torch.ones(3), torch.ones(2).double(), torch.ones(2, 1)])
 def test_ranks_with_different_shapes_or_dtypes(other: torch.Tensor) -> None:
     mesh = Mesh(x=2)
-    with pytest.raises(ShardingError, match="with one shape and dtype"):
+    with pytest.raises(ShardingError, match="with one shape, dtype and arguments"):
         fs.simulate(
             mesh, lambda: fs.psum(other if this_rank(mesh) else torch.ones(2), "x", mesh=mesh)
         )

@@ -1,0 +1,131 @@
+"""Detection of ended processes: the system closes the sockets of a process, and others notice.
+
+Every rank listens on a socket, whose address is in the store since `fs.init`, and accepts nothing.
+A rank that waits for others connects to them. The system completes these connections, and resets
+them when the listening process ends: by SIGKILL, by an error or with the script. There is no thread
+and no heartbeat, and a process that is busy or stopped is not taken for an ended one. The loss of a
+machine or of its network is not noticed here; the timeout ends that wait.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import select
+import socket
+import weakref
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any
+
+BACKLOG = 4096
+"""Connections that are never accepted: one of every other rank."""
+
+
+def _route_address() -> str:
+    """Return the address from which this machine reaches the others; the local one if unknown."""
+    main = os.environ.get("MASTER_ADDR", "localhost"), int(os.environ.get("MASTER_PORT", "1"))
+    try:
+        family, kind, *_, address = socket.getaddrinfo(*main, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError:
+        return "127.0.0.1"
+
+
+class Listener:
+    """Socket of this process, which the system closes with it.
+
+    Args:
+        store: the store of `torch.distributed`, where its address is written.
+        key: the key of a rank's address, with `{}` for the rank.
+        rank: this process's rank.
+        keeper: the process that keeps the store, for errors.
+    """
+
+    def __init__(self, store: Any, key: str, rank: int, keeper: str = "a process") -> None:
+        self.store, self.key, self.keeper = store, key, keeper
+        host = _route_address()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.socket = socket.create_server((host, 0), family=family, backlog=BACKLOG)
+        store.set(
+            key.format(rank), json.dumps([socket.gethostname(), *self.socket.getsockname()[:2]])
+        )
+        _LISTENERS.add(self)
+
+    def __del__(self) -> None:
+        if hasattr(self, "socket"):
+            self.socket.close()
+
+
+_LISTENERS: weakref.WeakSet[Listener] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """Close the sockets in a forked process, such as a loader's, which may outlive this one."""
+    for listener in _LISTENERS:
+        listener.socket.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+class ProcessWatch:
+    """Connections to the listeners of other ranks.
+
+    Args:
+        listener: this process's own, whose store has their addresses; None if there are none.
+    """
+
+    def __init__(self, listener: Listener | None) -> None:
+        self.listener = listener
+        self.connections: dict[int, socket.socket] = {}
+        self.is_local: dict[int, bool] = {}
+        """True for a rank of this machine, once its address is known."""
+        self.gone: set[int] = set()
+
+    def ended(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """Return those of `ranks` whose processes have ended, and watch all from now on."""
+        ranks = tuple(ranks)
+        for rank in ranks:
+            if rank not in self.is_local:
+                with suppress(RuntimeError):  # the store does not answer
+                    self._connect(rank)
+        poll, by_descriptor = select.poll(), {}
+        for rank, connection in self.connections.items():
+            by_descriptor[connection.fileno()] = rank
+            poll.register(connection, select.POLLIN)
+        for descriptor, _ in poll.poll(0):
+            rank = by_descriptor[descriptor]
+            code = self.connections[rank].getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            self._close(rank, code or errno.ECONNRESET)
+        return tuple(rank for rank in ranks if rank in self.gone)
+
+    def _connect(self, rank: int) -> None:
+        """Begin a connection to a rank that has written its address."""
+        if self.listener is None:
+            return
+        store, key = self.listener.store, self.listener.key.format(rank)
+        if not store.check([key]):
+            return
+        name, host, port = json.loads(store.get(key))
+        self.is_local[rank] = is_local = name == socket.gethostname()
+        if host.startswith("127.") and not is_local:
+            return  # it names another machine there
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.connections[rank] = connection = socket.socket(family)
+        connection.setblocking(False)
+        code = connection.connect_ex((host, port))
+        if code not in (0, errno.EINPROGRESS):
+            self._close(rank, code)
+
+    def _close(self, rank: int, code: int) -> None:
+        """Close a connection that has ended.
+
+        Of another machine a refusal may be a firewall's: it proves nothing, nor does a lost route.
+        """
+        self.connections.pop(rank).close()
+        if code == errno.ECONNRESET or (code == errno.ECONNREFUSED and self.is_local[rank]):
+            self.gone.add(rank)
