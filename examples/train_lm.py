@@ -127,7 +127,9 @@ def initial_weights(specs: Tree, c: Config) -> Tree:
 
 def tensors(tree: Any) -> list[Tensor]:
     """Return the tensors in a tree; of a pair, every shard in this process."""
-    return [leaf for leaf in optree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+    leaves = optree.tree_leaves(tree)  # a pair is one leaf
+    locals_ = [leaf.local if isinstance(leaf, fs.Sharded) else leaf for leaf in leaves]
+    return [leaf for leaf in optree.tree_leaves(locals_) if isinstance(leaf, Tensor)]
 
 
 # -- the model, as one device runs it on its shards ------------------------------------------
@@ -228,7 +230,7 @@ def train_sharded(mesh: fs.Mesh, weights: Tree, text: Tensor, c: Config, out: Co
             if len(losses) % max(1, c.steps // 10) == 0 or len(losses) == 1:
                 bar.console.print(f"step {len(losses):4}  loss {losses[-1]:.10f}")
     with torch.no_grad():
-        trained = optree.tree_map(fs.unshard, params, is_leaf=lambda x: isinstance(x, fs.Sharded))
+        trained = optree.tree_map(fs.unshard, params)
     return Result(trained, losses, log)
 
 
