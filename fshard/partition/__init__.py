@@ -3,6 +3,7 @@
 - `partition`: the public transform; one assignment per kind of call.
 - `function_traces`: one traced graph per kind of arguments and state of Python.
 - `python_state`: the state that a function reads beside its arguments.
+- `host_generators`: draws of Python's and NumPy's generators, which are refused.
 - `apply`: one operation on pairs.
 - `auto`, `label_graph`, `variable_elimination`: the choice of layouts for all arguments.
 - `assign_layouts`, `layout_hints`: from a graph to lines with layouts.

@@ -16,6 +16,7 @@ from fshard.ops.core.cache_keys import concrete_number, freeze
 from fshard.ops.core.call import Meta
 from fshard.ops.trace.trace import TracedFunction, trace
 from fshard.partition.arguments import CallSignature, hides_tensors, opaque_leaf
+from fshard.partition.host_generators import refuse_draws
 from fshard.partition.python_state import PythonState, StateKey
 
 MAX_STATES = 16
@@ -106,9 +107,10 @@ class FunctionTraces:
             result_trees.append(result_tree)
             return results
 
-        traced = trace(flat, tensors, self.where, requires_grad=signature.requires_grad,
-                       devices=signature.devices,
-                       numbers=[leaves[index] for index in numbers])  # fmt: skip
+        with refuse_draws(self.python_state.generators, self.where):
+            traced = trace(flat, tensors, self.where, requires_grad=signature.requires_grad,
+                           devices=signature.devices,
+                           numbers=[leaves[index] for index in numbers])  # fmt: skip
         for x in traced.read:
             self.read.setdefault(id(x), (x, version_of(x)))
         if self.last is not None and self.python_state.ignore_logs():

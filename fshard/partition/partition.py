@@ -400,7 +400,8 @@ def partition(
     as by an optimizer or `load_state_dict`, need no new trace. Not guarded are larger containers,
     arrays of more than 256 elements, names that the code computes (`getattr(x, "a" + b)`), lists
     and dicts that the function itself fills as it is traced, and globals of installed packages. A
-    function that changes a number it reads is traced at every call.
+    function that changes a number it reads is traced at every call; one that draws from generators
+    of Python or NumPy is refused.
 
     Args:
         fn: the function, or a module, which is then called with its parameters as the first

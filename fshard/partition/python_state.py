@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter, call, eq, is_, methodcaller
 from pathlib import Path
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinMethodType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
 from fshard.ops.core.cache_keys import freeze
+from fshard.partition.host_generators import is_generator
 
 MAX_ITEMS = 256
 """Size up to which the items of a list, tuple, dict, set or array are part of the state."""
@@ -89,6 +90,11 @@ class PythonState:
             self.walk = walk
         return walk.key
 
+    @property
+    def generators(self) -> list[Any]:
+        """The random generators of Python and NumPy in the state."""
+        return [] if self.walk is None else self.walk.generators
+
     def ignore_logs(self) -> bool:
         """Ignore the lists, dicts and sets that a trace has just grown, as logs and memos.
 
@@ -117,6 +123,7 @@ class _Walk:
         self.filter, self.names, self.logs = names, set(names), logs
         self.weak: set[int] = set()
         self.containers: list[tuple[Any, int]] = []
+        self.generators: list[Any] = []
         self.todo: list[Any] = []
         self.seen: dict[int, int] = {}
         self.objects: list[Any] = []
@@ -197,6 +204,9 @@ class _Walk:
             self.visit_function(value)
         elif isinstance(value, MethodType):
             self.todo += (value.__func__, value.__self__)
+        elif isinstance(value, BuiltinMethodType):
+            self.items.append(value.__name__)
+            self.todo.append(value.__self__)
         elif isinstance(value, functools.partial):
             self.todo += (value.func, value.args, value.keywords)
         elif isinstance(value, weakref.ref):
@@ -277,6 +287,8 @@ class _Walk:
     def visit_object(self, value: Any) -> None:
         """Visit the named attributes of an object, and those of its class."""
         self.items.append(id(value))
+        if is_generator(value):
+            self.generators.append(value)
         attributes = getattr(value, "__dict__", None)
         if isinstance(attributes, dict):
             self.read_size(attributes)

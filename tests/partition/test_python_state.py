@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -256,7 +257,53 @@ def test_a_counter_that_the_function_reads_is_traced_for_each_value() -> None:
 
 def test_globals_of_installed_packages_are_not_followed() -> None:
     package = pytest
-    state = PythonState(lambda x: package.raises(x))
+    state = PythonState(lambda x: (x, package.raises))
     state.key()
     assert state.walk is not None
     assert len(state.walk.reads) < 30
+
+
+def test_objects_of_bound_builtin_methods_are_part_of_the_state() -> None:
+    lookup = table.get
+    check_sees(lambda x: x + lookup("shift"), lambda: table.update(shift=2.0))
+
+
+GENERATOR, NUMPY_GENERATOR = random.Random(0), np.random.default_rng(0)
+
+
+@pytest.mark.parametrize(
+    ("draw", "name"),
+    [
+        (random.random, "random"),
+        (np.random.rand, "numpy.random"),
+        (GENERATOR.random, "a random.Random"),
+        (NUMPY_GENERATOR.random, "a numpy.random._generator.Generator"),
+    ],
+)
+def test_draws_of_python_and_numpy_are_refused(draw: Callable[[], float], name: str) -> None:
+    part = fs.partition(lambda x: x * (draw() < 0.5), mesh=MESH)
+    for _ in range(2):
+        with pytest.raises(fs.ShardingError) as caught:
+            part(torch.ones(2))
+        assert str(caught.value) == (
+            "fs.partition(<lambda>)\n"
+            f"  given: a function that draws from {name}\n"
+            "  rule:  draws must be PyTorch's: the function is traced once, and the values that "
+            "others return would be the same in all later calls\n"
+            "  fix:   draw with torch.rand(()), under fs.random.keyed for layouts that agree; or "
+            "draw before the call and pass the values as arguments"
+        )
+
+
+def test_draws_within_a_traced_function_have_replacements() -> None:
+    def keyed(key: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        with fs.random.keyed(key):
+            return x * (torch.rand(()) < 0.5)
+
+    x, keys = torch.ones(2), [fs.random.key(seed) for seed in range(4)]
+    drawn = [fs.partition(keyed, mesh=MESH)(key, x) for key in keys]
+    torch.testing.assert_close(drawn, [keyed(key, x) for key in keys])
+    passed = fs.partition(lambda x, draw: x * (draw < 0.5), mesh=MESH)
+    torch.testing.assert_close([passed(x, draw) for draw in (0.2, 0.7)], [x, 0 * x])
+    seeded = fs.partition(lambda x: x * random.Random(0).random(), mesh=MESH)
+    torch.testing.assert_close(seeded(x), x * random.Random(0).random())
