@@ -6,12 +6,11 @@
 - `host_generators`: draws of Python's and NumPy's generators, which are refused.
 - `apply`: one operation on pairs.
 - `auto`, `label_graph`, `variable_elimination`: the choice of layouts for all arguments.
-- `assign_layouts`, `layout_hints`: from a graph to lines with layouts.
-- `ir`: the lines of a partitioned call, and how they run.
+- `assignment/`: from a graph to lines with layouts.
+- `ir`: the lines of a partitioned call; `execution/`: their order, and how they run.
 - `number_variants`: plans by the values of ints and floats, and plans for any value.
 - `partitioned_call`: one partitioned call, its cost and graph.
 - `arguments`: the specs of a call's arguments, and the key it is cached by.
-- `schedule`: order of execution, with redistributions coalesced and launched ahead.
 - `training_time`: the modelled time of a training step.
 
 To see why an operation gathers, call `fs.propagate(op, *specs)` with the specs that `explain()`

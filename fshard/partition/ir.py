@@ -1,35 +1,24 @@
 """Lines of a partitioned call: local operations, programs between layouts, writes and copies.
 
-Every line but `GradMode` and `Write` defines a value with the id `out`. Lines run in two ways, with
-the calls of PyTorch prepared once per rank: on one rank as the code of a graph, in which nothing of
-fshard runs but the programs, and on all ranks of a simulation.
+Every line but `GradMode` and `Write` defines a value with the id `out`.
 """
 
 from __future__ import annotations
 
-import functools
-import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import fx
 
-from fshard._torch.autograd_state import SET_GRAD_ENABLED
-from fshard._torch.operators import OpOverload, builtin_of, schema_or_none
-from fshard.layout.mesh import Mesh
+from fshard._torch.operators import schema_or_none
 from fshard.layout.spec import Spec
 from fshard.layout.tree import flatten
-from fshard.ops.core.call import map_call, map_instances
-from fshard.ops.strategy import local_call
+from fshard.ops.core.call import map_instances
 from fshard.ops.strategy.strategy import Strategy
 from fshard.plan.batch.batch import Batch, batch_from_leaves
 from fshard.program.program import Program
-from fshard.run.autograd.linear_function import FinishAll, ProgramGroup
-from fshard.run.autograd.overlapped import launch_programs
 from fshard.run.autograd.planned_gradient import OutputGradient
-from fshard.run.autograd.replicate import replicate_shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,245 +248,3 @@ def write_value(local: torch.Tensor, value: torch.Tensor) -> None:
     """Copy a value into a local, without gradient."""
     with torch.no_grad():
         local.copy_(value)
-
-
-# -- execution on one rank ------------------------------------------------------------------
-
-
-class _NamedFunction:
-    """Callable with a readable name, which FX writes into a graph's code."""
-
-    def __init__(self, run: Callable[..., Any], name: str) -> None:
-        self.run, self.__name__, self.__qualname__, self.__module__ = (run, name, name, "fshard")
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run(*args, **kwargs)
-
-
-def _rank_call(line: Operation, rank: int) -> tuple[Any, Sequence[Any], Mapping[str, Any]]:
-    """Return the function that a rank calls for a line, and its arguments with their `Ref`s.
-
-    The function returns one tensor, or for several results a flat list.
-    """
-    strategy = line.strategy
-    op, local = strategy.call.op, strategy.rule.local
-    nested = not line.single and not _returns_flat(strategy)
-    if local is None and not nested:
-        return op, line.args, line.kwargs
-    context = local_call.RankContext(rank, strategy.in_specs, strategy.out_specs)
-    if isinstance(local, local_call.LocalRewrite) and not nested:
-        call = local.call(op, line.args, line.kwargs, context)
-        if call is not None:
-            return call
-
-    attaches = local is not None and context.has_empty
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        out = op(*args, **kwargs) if local is None else local(op, args, kwargs, context)
-        if attaches:
-            out = local_call.attach_to_operands(out, (*args, *kwargs.values()))
-        return local_call.flat(out)[0] if line.single else local_call.flat(out)
-
-    return _NamedFunction(run, line.name), line.args, line.kwargs
-
-
-def _returns_flat(strategy: Strategy) -> bool:
-    """Return True if the results are a flat list, which can be indexed."""
-    tree = strategy.tree
-    return isinstance(tree, list | tuple) and all(type(item) is int for item in tree)
-
-
-def rank_graph(
-    lines: Sequence[Line], rank: int, inputs: Sequence[int], outputs: Sequence[int | None]
-) -> fx.GraphModule:
-    """Return the graph of local operations and programs that one rank runs."""
-    graph, root = fx.Graph(), torch.nn.Module()
-    env: dict[int, fx.Node] = {value: graph.placeholder(f"x{value}") for value in inputs}
-
-    for line in lines:
-        match line:
-            case Operation():
-                target, args, kwargs = _rank_call(line, rank)
-                nodes = map_call(args, kwargs, Ref, lambda ref: env[ref.value])
-                env[line.out] = graph.create_node("call_function", target, *nodes, name=line.name)
-            case Redistribution():
-                name = "_then_".join(_step_name(step) for step in line.program.steps) or "same"
-                target = _NamedFunction(line.program.__call__, name)
-                env[line.out] = graph.create_node(
-                    "call_function", target, (env[line.source.value],), name=name)  # fmt: skip
-            case LaunchBatch():
-                names = sorted({step.name for prog in line.programs for step in prog.steps})
-                name = "launch_" + "_and_".join(names)
-                target = _NamedFunction(functools.partial(launch_line, line), name)
-                sources = tuple(env[source.value] for source in line.sources)
-                env[line.out] = graph.create_node("call_function", target, sources, name=name)
-            case WaitBatch():
-                env[line.out] = graph.call_function(wait, (env[line.source.value],))
-            case Pick():
-                env[line.out] = graph.call_function(
-                    operator.getitem, (env[line.source.value], line.index))  # fmt: skip
-            case ClosureTensor():
-                root.register_buffer(f"constant{line.out}", line.tensor)
-                env[line.out] = graph.get_attr(f"constant{line.out}")
-            case Factory():
-                call = line.op, line.args, dict(line.kwargs)
-                env[line.out] = graph.create_node("call_function", *call, name=line.name)
-            case NumberOperation():
-                numbers, named = map_call(line.args, line.kwargs, Ref, lambda ref: env[ref.value])
-                env[line.out] = graph.call_function(line.function, numbers, named)
-            case GradMode():
-                graph.call_function(SET_GRAD_ENABLED, (line.enabled,))
-            case CustomGradient():
-                target = _NamedFunction(line.gradient.attach, "custom_gradient")
-                values = [env[ref.value] for ref in line.operands]
-                env[line.out] = graph.call_function(target, (values,))
-            case Copy():
-                env[line.out] = graph.call_function(torch.clone, (env[line.source.value],))
-            case Write():
-                target = env[line.target.value]
-                graph.call_function(write_value, (target, env[line.source.value]))
-    graph.output(tuple(None if value is None else env[value] for value in outputs))
-    return fx.GraphModule(root, graph, "partitioned")
-
-
-def launch_line(line: LaunchBatch, *xs: torch.Tensor, on_shards: bool = False) -> FinishAll:
-    """Launch a batch on this rank's locals, or on the shards of all ranks for each leaf in turn."""
-    with torch.set_grad_enabled(line.grad):
-        return launch_programs(ProgramGroup(line.programs), xs, on_shards)
-
-
-def wait(finish: FinishAll) -> tuple[torch.Tensor, ...]:
-    """Return the results of a launched batch."""
-    return finish()
-
-
-def _step_name(step: object) -> str:
-    name = type(step).__name__
-    return "".join("_" + c.lower() if c.isupper() else c for c in name).lstrip("_")
-
-
-def compile_graph(graph: fx.GraphModule) -> Callable[..., tuple[Any, ...]]:
-    """Return the code of a graph as a function that calls the builtins of its operations directly.
-
-    >>> graph = fx.Graph()
-    >>> y = graph.call_function(torch.ops.aten.relu.default, (graph.placeholder("x"),))
-    >>> _ = graph.output((y,))
-    >>> compile_graph(fx.GraphModule({}, graph))(torch.tensor([-1.0, 2.0]))
-    (tensor([0., 2.]),)
-    """
-    code = graph.graph.python_code("self")
-    names = {
-        name: value.run if isinstance(value, _NamedFunction) else value
-        for name, value in code.globals.items()
-    }
-    text = code.src
-    targets = [node.target for node in graph.graph.nodes]
-    for op in {target for target in targets if isinstance(target, OpOverload)}:
-        name = f"direct_{op}".replace(".", "_")
-        text, names[name] = text.replace(f"torch.ops.{op}(", f"{name}("), builtin_of(op)
-    exec(compile(text, "<partitioned>", "exec"), names)
-    return functools.partial(names["forward"], graph)
-
-
-# -- execution on all ranks -----------------------------------------------------------------
-
-
-RankCall = tuple[Any, tuple[Any, ...], dict[str, Any], Any]
-"""Function, its arguments, and the shape and dtype of its result, None if it returns several."""
-PreparedLine = tuple[Line, tuple[RankCall, ...], tuple[int, ...]]
-"""Line, the calls of all ranks if it is an operation, and the values that it reads last."""
-
-
-def prepare_lines(
-    lines: Sequence[Line], mesh: Mesh, outputs: Collection[int]
-) -> list[PreparedLine]:
-    """Prepare lines for `run_on_all_ranks`; `outputs` are the values that are kept."""
-    last_use = {operand: i for i, line in enumerate(lines) for operand in operands_of(line)}
-    dead: dict[int, tuple[int, ...]] = {}
-    for value, index in last_use.items():
-        if value not in outputs:
-            dead[index] = (*dead.get(index, ()), value)
-    return [
-        (line, tuple(_prepare_call(line, rank) for rank in mesh.ranks), dead.get(index, ()))
-        for index, line in enumerate(lines)
-    ]
-
-
-def _prepare_call(line: Line, rank: int) -> RankCall:
-    if not isinstance(line, Operation):
-        return None, (), {}, None
-    function, args, kwargs = _rank_call(line, rank)
-    if isinstance(function, OpOverload):
-        function = builtin_of(function)
-    run = function.run if isinstance(function, _NamedFunction) else function
-    spec = line.strategy.out_specs[0] if line.single else None
-    expected = None if spec is None else (spec.local_shape(rank), spec.dtype)
-    return run, tuple(args), dict(kwargs), expected
-
-
-def run_on_all_ranks(prepared: Sequence[PreparedLine], mesh: Mesh, env: dict[int, Any]) -> None:
-    """Run lines on tuples of all ranks' locals.
-
-    `env` has the tuples of the inputs by value id. Those of the outputs are added, and values
-    without further use are removed.
-    """
-    with torch.set_grad_enabled(torch.is_grad_enabled()):
-        for line, calls, dead in prepared:
-            match line:
-                case Operation():
-                    env[line.out] = _run_calls(line, mesh, calls, env)
-                case Redistribution():
-                    env[line.out] = line.program(env[line.source.value])
-                case LaunchBatch():
-                    shards = [x for source in line.sources for x in env[source.value]]
-                    env[line.out] = launch_line(line, *shards, on_shards=True)
-                case WaitBatch():
-                    ys, n = wait(env[line.source.value]), mesh.size
-                    env[line.out] = tuple([ys[rank::n] for rank in range(n)])
-                case Pick():
-                    env[line.out] = tuple([x[line.index] for x in env[line.source.value]])
-                case ClosureTensor():
-                    env[line.out] = replicate_shards(line.tensor, mesh.size)
-                case Factory():
-                    env[line.out] = replicate_shards(line.op(*line.args, **line.kwargs), mesh.size)
-                case NumberOperation():
-                    args, kwargs = map_call(
-                        line.args, line.kwargs, Ref, lambda ref: env[ref.value][0]
-                    )
-                    env[line.out] = (line.function(*args, **kwargs),) * mesh.size
-                case GradMode():
-                    torch.set_grad_enabled(line.enabled)
-                case CustomGradient():
-                    outputs = line.gradient.attach([env[ref.value] for ref in line.operands])
-                    env[line.out] = tuple(zip(*outputs, strict=True))
-                case Copy():
-                    env[line.out] = tuple([x.clone() for x in env[line.source.value]])
-                case Write():
-                    values = env[line.source.value]
-                    for local, value in zip(env[line.target.value], values, strict=True):
-                        write_value(local, value)
-            for operand in dead:
-                del env[operand]
-
-
-def _run_calls(
-    line: Operation, mesh: Mesh, calls: Sequence[RankCall], env: Mapping[int, Any]
-) -> tuple[Any, ...]:
-    """Run an operation on every rank, and check the results against its specs."""
-    results = []
-    for index, (function, args, kwargs, expected) in enumerate(calls):
-        if kwargs or not CONTAINERS.isdisjoint(map(type, args)):
-            pick = lambda ref, index=index: env[ref.value][index]  # noqa: E731
-            placed, named = map_call(args, kwargs, Ref, pick)
-            out = function(*placed, **named)
-        else:
-            out = function(*[env[arg.value][index] if type(arg) is Ref else arg for arg in args])
-        if expected is None or (out.shape, out.dtype) != expected:
-            local_call.check_results(
-                line.strategy, mesh.ranks[index], [out] if line.single else out
-            )
-        results.append(out)
-    return tuple(results)
-
-
-CONTAINERS = {list, tuple}

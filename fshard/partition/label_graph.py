@@ -22,7 +22,7 @@ from fshard.ops.core.call import Meta
 from fshard.ops.propagate.role_costs import change_cost, compute_time, nbytes
 from fshard.ops.strategy.axis_roles import INVARIANT, AxisState, Role, factor_sizes, roles_of
 from fshard.partition.arguments import requires_grad
-from fshard.partition.layout_hints import call_of_node
+from fshard.partition.assignment.layout_hints import call_of_node
 from fshard.partition.training_time import FORWARD_AND_BACKWARD
 from fshard.partition.variable_elimination import Labelling
 from fshard.program.cost.model import collective_time

@@ -31,15 +31,15 @@ from fshard.ops.core.call import name_of
 from fshard.ops.trace.trace import refuse_autocast
 from fshard.partition import arguments
 from fshard.partition.arguments import CallSignature
-from fshard.partition.assign_layouts import (
+from fshard.partition.assignment.assign_layouts import LayoutAssigner
+from fshard.partition.assignment.layout_hints import layout_hints
+from fshard.partition.assignment.tensor_versions import (
     Assignment,
-    LayoutAssigner,
     TensorVersions,
     redistributed,
 )
 from fshard.partition.function_traces import FunctionTraces
 from fshard.partition.ir import Copy, Number, Ref, Write, aliases_of, keep_gradients_of
-from fshard.partition.layout_hints import layout_hints
 from fshard.partition.number_variants import NumberVariants, Plan
 from fshard.partition.partitioned_call import NonTensor, PartitionedCall
 from fshard.partition.training_time import lines_time

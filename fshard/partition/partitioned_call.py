@@ -20,8 +20,9 @@ from fshard.layout.tree import TreeDef
 from fshard.ops.core.call import instances_in
 from fshard.ops.strategy.local_call import rank_on_mesh
 from fshard.partition import ir
+from fshard.partition.execution import run_lines
+from fshard.partition.execution.schedule import schedule
 from fshard.partition.ir import LaunchBatch, Line, Redistribution
-from fshard.partition.schedule import schedule
 from fshard.plan.batch.batch import Batch
 from fshard.program.cost.model import Cost
 from fshard.program.cost.topology import Topology
@@ -71,7 +72,7 @@ class PartitionedCall:
     _schedule: list[Line] = field(default_factory=list)
     _graphs: dict[int, fx.GraphModule] = field(default_factory=dict)
     _functions: dict[int, Callable[..., tuple[Any, ...]]] = field(default_factory=dict)
-    _prepared: dict[str, list[ir.PreparedLine]] = field(default_factory=dict)
+    _prepared: dict[str, list[run_lines.PreparedLine]] = field(default_factory=dict)
 
     @property
     def programs(self) -> tuple[Program, ...]:
@@ -107,7 +108,7 @@ class PartitionedCall:
         """Return the FX graph of local operations and programs that a rank runs."""
         if rank not in self._graphs:
             outputs = [value if type(value) is int else None for value in self._outputs]
-            self._graphs[rank] = ir.rank_graph(self.schedule, rank, self._inputs, outputs)
+            self._graphs[rank] = run_lines.rank_graph(self.schedule, rank, self._inputs, outputs)
         return self._graphs[rank]
 
     def explain(self, topology: Topology | None = None) -> Any:
@@ -156,17 +157,19 @@ class PartitionedCall:
             rank = rank_on_mesh(self.mesh, "a partitioned function")
             function = self._functions.get(rank)
             if function is None:
-                function = self._functions[rank] = ir.compile_graph(self.graph(rank))
+                function = self._functions[rank] = run_lines.compile_graph(self.graph(rank))
             results = function(*locals_, *numbers)
             return [result if type(out) is int else out.value
                     for out, result in zip(outputs, results, strict=True)]  # fmt: skip
         prepared = self._prepared.get("lines")
         if prepared is None:
             ids = {out for out in outputs if type(out) is int}
-            prepared = self._prepared["lines"] = ir.prepare_lines(self.schedule, self.mesh, ids)
+            prepared = self._prepared["lines"] = run_lines.prepare_lines(
+                self.schedule, self.mesh, ids
+            )
         replicated = [(number,) * self.mesh.size for number in numbers]
         env = dict(zip(self._inputs, [*locals_, *replicated], strict=True))
-        ir.run_on_all_ranks(prepared, self.mesh, env)
+        run_lines.run_on_all_ranks(prepared, self.mesh, env)
         return [out.value if type(out) is not int else env[out] if spec else env[out][0]
                 for out, spec in zip(outputs, self.out_specs, strict=True)]  # fmt: skip
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -35,58 +34,19 @@ from fshard.ops.trace.custom_functions import TracedBackward
 from fshard.ops.trace.functionalize import has_no_gradient
 from fshard.ops.trace.trace import decompose, parse_constraint
 from fshard.partition import ir
-from fshard.partition.ir import Line, Ref
+from fshard.partition.assignment.tensor_versions import (
+    Assignment,
+    TensorVersions,
+    redistributed,
+)
+from fshard.partition.ir import Ref
 from fshard.partition.partitioned_call import PartitionedCall
-from fshard.plan.redistribute import redistribute
 from fshard.program.cost.topology import Topology
-from fshard.program.program import Program
 from fshard.run.autograd.planned_gradient import OutputGradient
 
 NAN = float("nan")
 MAX_COMBINATIONS = 16
 """Combinations of the operands' layouts that are tried for one operation."""
-
-
-@dataclass(slots=True)
-class TensorVersions:
-    """Tensor of a graph with its layouts, each with the id of the value that has it.
-
-    `spec` is its first layout, `grad` is True if it has a gradient. `no_grad_versions` are layouts
-    made under `no_grad`, reused only there.
-    """
-
-    spec: Spec
-    grad: bool
-    versions: dict[Spec, int]
-    no_grad_versions: dict[Spec, int] = field(default_factory=dict)
-
-    def available(self, grad: bool) -> dict[Spec, int]:
-        """Return the versions that can be used in the grad mode `grad`."""
-        if grad or not self.no_grad_versions:
-            return self.versions
-        return {**self.no_grad_versions, **self.versions}
-
-
-@dataclass(slots=True)
-class Assignment:
-    """Lines of a graph, the value ids of its inputs, and the seconds of its redistributions.
-
-    `count` is the number of value ids so far.
-    """
-
-    lines: list[Line] = field(default_factory=list)
-    inputs: list[int] = field(default_factory=list)
-    time: float = 0.0
-    count: int = 0
-
-    def copy(self) -> Assignment:
-        """Return a copy to which lines can be added on trial."""
-        return Assignment(list(self.lines), self.inputs, self.time, self.count)
-
-    def new_value(self) -> int:
-        """Return the id of a new value."""
-        self.count += 1
-        return self.count - 1
 
 
 class LayoutAssigner:
@@ -175,9 +135,12 @@ class LayoutAssigner:
         if getattr(op, "__name__", "") == "getitem":
             result = args[0][args[1]]
             if result is None and isinstance(node.meta.get("val"), torch.Tensor):
-                fail(f"fs.partition: {node.args[0]}", f"result {args[1]} is used",
-                     "a result that is used must have a layout, which the rule leaves out",
-                     "only the results before; fs.apply returns all, on unsharded values")
+                fail(
+                    f"fs.partition: {node.args[0]}",
+                    f"result {args[1]} is used",
+                    "a result that is used must have a layout, which the rule leaves out",
+                    "only the results before; fs.apply returns all, on unsharded values",
+                )
             return result
         if op is SET_GRAD_ENABLED:
             self.set_grad_mode(args[0])
@@ -436,53 +399,11 @@ class LayoutAssigner:
         return restore
 
 
-def redistributed(
-    assignment: Assignment, tensor: TensorVersions, spec: Spec, topology: Topology, *, grad: bool
-) -> int:
-    """Return the id of the tensor's value in the layout `spec`.
-
-    If it has none, add the fastest program from one of its layouts. `grad` is the grad mode.
-    """
-    available = tensor.available(grad)
-    if spec in available:
-        return available[spec]
-
-    def seconds(prog: Program) -> float:
-        """Return a program's time, with that of its transpose if the tensor has a gradient."""
-        time = prog.cost(topology).time
-        has_backward = tensor.grad and prog.is_linear
-        return time + prog.T.cost(topology).time if has_backward else time
-
-    progs = [(_program(src, spec, topology), value) for src, value in available.items()]
-    prog, value = min(progs, key=lambda item: seconds(item[0]))
-    out = assignment.new_value()
-    assignment.lines.append(ir.Redistribution(out, Ref(value), prog, grad and tensor.grad))
-    assignment.time += seconds(prog)
-    (tensor.no_grad_versions if tensor.grad and not grad else tensor.versions)[spec] = out
-    return out
-
-
 def _with_dual(spec: Spec) -> Spec:
     """Return a spec that has a dual: axes unreduced by another kind than a sum are invariant."""
     p = spec.partition
     linear = tuple((axis, kind) for axis, kind in p.unreduced_kinds if kind in LINEAR)
     return spec.replace(partition=PartitionSpec._of(p.dims, linear, p.reduced_kinds))
-
-
-def _program(src: Spec, dst: Spec, topology: Topology) -> Program:
-    """Return the program between two layouts.
-
-    Axes unreduced by a maximum, say, that are to be unreduced by a sum are reduced first.
-    """
-    p, target = src.partition, dict(dst.partition.unreduced_kinds)
-    kept = tuple(
-        (axis, kind) for axis, kind in p.unreduced_kinds
-        if target.get(axis, kind) == kind or {kind, target[axis]} <= set(LINEAR)
-    )  # fmt: skip
-    if kept == p.unreduced_kinds:
-        return redistribute(src, dst, topology=topology)
-    via = src.replace(partition=PartitionSpec._of(p.dims, kept, p.reduced_kinds))
-    return redistribute(src, via, topology=topology) >> redistribute(via, dst, topology=topology)
 
 
 def _call_key(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -1,0 +1,6 @@
+"""From a traced graph to lines with layouts.
+
+- `assign_layouts`: the pass over a graph.
+- `tensor_versions`: tensors with all their layouts, and the programs between them.
+- `layout_hints`: layouts that are requested later in a graph.
+"""

@@ -1,0 +1,113 @@
+"""Tensors of a graph with all their layouts, and the programs between layouts.
+
+A use takes the fastest program from one of the layouts that a tensor has by then. For a tensor with
+a gradient its transpose counts too, so both plans are compared: the one from the layout to that of
+the use, and the transpose of the one for the gradient, from the dual of the use. So a weight that
+is sharded over some axes and replicated over others becomes reduced before it is gathered: its
+gradient is scattered first and reduced over the other axes then, as hybrid FSDP does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fshard.layout.partition_spec import LINEAR, PartitionSpec
+from fshard.layout.spec import Spec
+from fshard.partition import ir
+from fshard.partition.ir import Line, Ref
+from fshard.plan.redistribute import redistribute
+from fshard.program.cost.topology import Topology
+from fshard.program.program import Program
+
+
+@dataclass(slots=True)
+class TensorVersions:
+    """Tensor of a graph with its layouts, each with the id of the value that has it.
+
+    `spec` is its first layout, `grad` is True if it has a gradient. `no_grad_versions` are layouts
+    made under `no_grad`, reused only there.
+    """
+
+    spec: Spec
+    grad: bool
+    versions: dict[Spec, int]
+    no_grad_versions: dict[Spec, int] = field(default_factory=dict)
+
+    def available(self, grad: bool) -> dict[Spec, int]:
+        """Return the versions that can be used in the grad mode `grad`."""
+        if grad or not self.no_grad_versions:
+            return self.versions
+        return {**self.no_grad_versions, **self.versions}
+
+
+@dataclass(slots=True)
+class Assignment:
+    """Lines of a graph, the value ids of its inputs, and the seconds of its redistributions.
+
+    `count` is the number of value ids so far.
+    """
+
+    lines: list[Line] = field(default_factory=list)
+    inputs: list[int] = field(default_factory=list)
+    time: float = 0.0
+    count: int = 0
+
+    def copy(self) -> Assignment:
+        """Return a copy to which lines can be added on trial."""
+        return Assignment(list(self.lines), self.inputs, self.time, self.count)
+
+    def new_value(self) -> int:
+        """Return the id of a new value."""
+        self.count += 1
+        return self.count - 1
+
+
+def redistributed(
+    assignment: Assignment, tensor: TensorVersions, spec: Spec, topology: Topology, *, grad: bool
+) -> int:
+    """Return the id of the tensor's value in the layout `spec`.
+
+    If it has none, add the fastest program from one of its layouts. `grad` is the grad mode.
+    """
+    available = tensor.available(grad)
+    if spec in available:
+        return available[spec]
+
+    def seconds(prog: Program) -> float:
+        """Return a program's time, with that of its transpose if the tensor has a gradient."""
+        time = prog.cost(topology).time
+        has_backward = tensor.grad and prog.is_linear
+        return time + prog.T.cost(topology).time if has_backward else time
+
+    progs = [
+        (prog, value)
+        for src, value in available.items()
+        for prog in _programs(src, spec, topology, grad=tensor.grad)
+    ]
+    prog, value = min(progs, key=lambda item: seconds(item[0]))
+    out = assignment.new_value()
+    assignment.lines.append(ir.Redistribution(out, Ref(value), prog, grad and tensor.grad))
+    assignment.time += seconds(prog)
+    (tensor.no_grad_versions if tensor.grad and not grad else tensor.versions)[spec] = out
+    return out
+
+
+def _programs(src: Spec, dst: Spec, topology: Topology, *, grad: bool) -> list[Program]:
+    """Return programs between two layouts, with `grad` the one with the fastest transpose too.
+
+    Axes unreduced by a maximum, say, that are to be unreduced by a sum are reduced first.
+    """
+    p, target = src.partition, dict(dst.partition.unreduced_kinds)
+    kept = tuple(
+        (axis, kind) for axis, kind in p.unreduced_kinds
+        if target.get(axis, kind) == kind or {kind, target[axis]} <= set(LINEAR)
+    )  # fmt: skip
+    if kept != p.unreduced_kinds:
+        via = src.replace(partition=PartitionSpec._of(p.dims, kept, p.reduced_kinds))
+        first, second = ((src, via), (via, dst))
+        return [redistribute(*first, topology=topology) >> redistribute(*second, topology=topology)]
+    prog = redistribute(src, dst, topology=topology)
+    if not grad or not prog.is_linear:
+        return [prog]
+    transposed = redistribute(dst.dual, src.dual, topology=topology)
+    return [prog, transposed.T] if transposed.is_linear else [prog]
