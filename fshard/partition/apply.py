@@ -8,12 +8,14 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from types import MethodType
 from typing import Any, NoReturn
 
 import torch
 
 from fshard._torch.dynamo import skip_frames_below
+from fshard._torch.modes import TorchDispatchMode
 from fshard._util.cache import BoundedDict
 from fshard._util.errors import fail
 from fshard._util.text import below, bytes_text, columns, time_text
@@ -34,6 +36,7 @@ from fshard.ops.core.call import (
     name_of,
 )
 from fshard.ops.core.registry import decomposition_of, read_arguments
+from fshard.ops.prng.keyed_block import KeyedBlock, keyed_block_hook
 from fshard.ops.propagate.propagate import (
     is_composite,
     local_strategy_for,
@@ -52,6 +55,7 @@ from fshard.program.cost.topology import Topology
 from fshard.program.program_arguments import as_topology
 from fshard.run.autograd.replicate import replicate_shards
 from fshard.run.execute import check_tuple
+from fshard.spmd.tracking.torch_effects import Action, effect_of
 
 MODES = ("explicit", "auto")
 OUTSIDE_OF_GRAPHS = "it plans with the sizes of its pairs: call it outside of compiled graphs"
@@ -76,7 +80,9 @@ def on_pairs(
         plain tensor counts as replicated. At least one argument must be a pair. It returns
         `fs.Sharded` in the place of every tensor, unreduced where the operation leaves partial
         sums. In-place and `out=` variants write nothing and return their results. It is
-        differentiable: the gradient of an argument has the dual layout of the argument.
+        differentiable: the gradient of an argument has the dual layout of the argument. Random
+        operations draw by the key of the `fs.random.keyed` block around the call, the same values
+        on all layouts.
 
     Raises:
         ShardingError: if `mode` is neither; and from the returned function, if no argument is a
@@ -160,8 +166,9 @@ def _apply(op: Any, mode: str, topology: Topology | None, /, *args: Any, **kwarg
         pairs = instances_in((*placed, *keywords.values()), Sharded)
         grad = torch.is_grad_enabled() and any(map(requires_grad, pairs))
         specs, named = map_call(placed, keywords, Sharded, lambda pair: pair.spec)
-        if is_composite(op, specs, named):
-            return _apply_partitioned(op, op, specs, named, pairs, mode, topology)
+        block = keyed_block_hook.call()
+        if is_composite(op, specs, named) or (block and effect_of(op).action is Action.RANDOM):
+            return _apply_partitioned(op, op, specs, named, pairs, mode, topology, block)
         strategy = strategy_for(op, specs, named, topology, grad)
         if has_unspecified_results(strategy):
             return _apply_unsharded(op, mode, topology, mesh, simulated, placed, keywords)
@@ -169,7 +176,8 @@ def _apply(op: Any, mode: str, topology: Topology | None, /, *args: Any, **kwarg
             local = local_strategy_for(op, specs, named, topology, grad)
             strategy = local or _refuse_communication(op, strategy)
         elif not strategy.is_local and decomposition_of(strategy.call.op) is not None:
-            return _apply_partitioned(op, strategy.call.op, specs, named, pairs, mode, topology)
+            call = strategy.call.op
+            return _apply_partitioned(op, call, specs, named, pairs, mode, topology, None)
         locals_ = [
             pair.local if prog.src == prog.dst else prog(pair.local)
             for pair, prog in zip(pairs, strategy.programs, strict=True)
@@ -219,48 +227,66 @@ def _as_pairs(
 
 def _apply_partitioned(
     op: Any, run: Any, specs: Sequence[Any], named: Mapping[str, Any],
-    pairs: Sequence[Sharded], mode: str, topology: Topology | None,
+    pairs: Sequence[Sharded], mode: str, topology: Topology | None, block: KeyedBlock | None,
 ) -> Any:  # fmt: skip
     """Run an operation without a rule, or of several operations, through `fs.partition` of `run`.
 
-    Explicit mode refuses if that would communicate.
+    Explicit mode refuses if that would communicate. In a keyed block the key and the number of the
+    first draw are arguments of the partitioned function, and the number of draws is a result.
     """
-    part = _partition(run, freeze(tuple(specs)), freeze(dict(named)), topology)
+    resume = None if block is None else block.resumed
+    part = _partition(run, freeze(tuple(specs)), freeze(dict(named)), topology, resume)
+    args: tuple[Any, ...] = tuple(pairs)
+    if block is not None:
+        first = torch.as_tensor(block.first + block.count, device=block.key.device)
+        args = block.key, first, *pairs
     if mode == "explicit":
-        progs = [prog for prog in part.trace(*pairs).programs if not prog.is_local]
+        progs = [prog for prog in part.trace(*args).programs if not prog.is_local]
         if progs:
             choices = [(f"{prog.src} -> {prog.dst}", prog.cost(topology)) for prog in progs]
             fail(f"fs.apply({name_of(op)})", ", ".join(str(spec) for _, spec in pairs),
                  f"its operations need communication:\n{_table(choices)}",
                  f"{_auto(op)} runs it; fs.partition(...).explain() shows each of "
                  "them")  # fmt: skip
-    return part(*pairs)
+    if block is None:
+        return part(*args)
+    out, count = part(*args)
+    block.count += count
+    return out
 
 
+Resume = Callable[[torch.Tensor, torch.Tensor], KeyedBlock]
 _PARTITIONS: weakref.WeakKeyDictionary[Any, dict[Any, Partition]] = weakref.WeakKeyDictionary()
 
 
-def _partition(op: Any, args: Any, kwargs: Any, topology: Topology | None) -> Partition:
+def _partition(
+    op: Any, args: Any, kwargs: Any, topology: Topology | None, resume: Resume | None
+) -> Partition:
     """Return an operation as a partitioned function of its tensors, cached while `op` lives.
 
     A method is cached while its instance lives; an object without weak references is not cached.
     """
     owner, function = (op.__self__, op.__func__) if isinstance(op, MethodType) else (op, None)
-    key = function, args, kwargs, topology
+    key = function, args, kwargs, topology, resume
     try:
         cache = _PARTITIONS.setdefault(owner, BoundedDict())
         cached = cache.get(key)
     except TypeError:
-        return _uncached_partition(lambda: op, args, kwargs, topology)
+        return _uncached_partition(lambda: op, args, kwargs, topology, resume)
     if cached is None:
         # The cache must not keep the operation alive; its caller does.
         reference = weakref.WeakMethod(op) if function is not None else weakref.ref(op)
-        cached = cache[key] = _uncached_partition(reference, args, kwargs, topology)
+        cached = _uncached_partition(reference, args, kwargs, topology, resume)
+        cache[key] = cached
     return cached
 
 
 def _uncached_partition(
-    reference: Callable[[], Any], args: Any, kwargs: Any, topology: Topology | None
+    reference: Callable[[], Any],
+    args: Any,
+    kwargs: Any,
+    topology: Topology | None,
+    resume: Resume | None,
 ) -> Partition:
     placed, named = unfreeze_call(args, kwargs)
     mesh = instances_in((*placed, *named.values()), Spec)[0].mesh
@@ -269,8 +295,14 @@ def _uncached_partition(
         filled, keywords = fill_call(placed, named, Spec, tensors)
         return reference()(*filled, **keywords)
 
-    where = f"fs.apply({name_of(reference())})"
-    return Partition(run, mesh, None, None, None, topology, drop_writes=True, where=where)
+    def run_keyed(key: torch.Tensor, first: torch.Tensor, *tensors: torch.Tensor) -> Any:
+        assert resume is not None
+        with resume(key, first) as block:
+            out = run(*tensors)
+        return out, block.count
+
+    fn, where = run if resume is None else run_keyed, f"fs.apply({name_of(reference())})"
+    return Partition(fn, mesh, None, None, None, topology, drop_writes=True, where=where)
 
 
 # -- shapes that depend on values -------------------------------------------------------------
@@ -295,9 +327,14 @@ def _apply_unsharded(
     locals_ = [prog(pair.local) for pair, prog in zip(pairs, progs, strict=True)]
     ranks = zip(*locals_, strict=True) if simulated else [locals_]
     outs = []
+    block = keyed_block_hook.call()
     for tensors in ranks:
         placed, named = fill_call(args, kwargs, Sharded, tensors)
-        outs.append(flatten(op(*placed, **named)))
+        again = block.resumed(block.key, block.first + block.count) if block else nullcontext()
+        with again as resumed, _RefuseDraws(op):
+            outs.append(flatten(op(*placed, **named)))
+    if block and resumed:
+        block.count += resumed.count
 
     def as_pair(*leaves: Any) -> Any:
         first = leaves[0]
@@ -308,6 +345,26 @@ def _apply_unsharded(
 
     results = [as_pair(*leaves) for leaves in zip(*(leaves for leaves, _ in outs), strict=True)]
     return unflatten(outs[0][1], results)
+
+
+class _RefuseDraws(TorchDispatchMode):
+    """Mode that refuses draws from a generator, whose values would differ between ranks."""
+
+    def __init__(self, op: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.op = op
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            fail(
+                f"fs.apply({name_of(self.op)})",
+                f"{func}, which draws random values",
+                "draws must be keyed: every rank's generator draws other values",
+                "with fs.random.keyed(key): around the call",
+            )
+        return func(*args, **(kwargs or {}))
 
 
 # -- one operation ----------------------------------------------------------------------------

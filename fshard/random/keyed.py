@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from fshard._torch.checkpointing import CHECKPOINT_FUNCTION, RECOMPUTE, replace_checkpoint
 from fshard._torch.modes import function_modes
 from fshard._util.errors import fail, raise_if
+from fshard.ops.prng.keyed_block import keyed_block_hook
 from fshard.ops.trace.trace import trace_depth
 from fshard.random.keys import fold_in, key_problems
 from fshard.random.torch_replacements import REPLACEMENTS
@@ -33,12 +34,23 @@ RECURRENT_FIX = "dropout=0.0, and F.dropout between the layers, each called alon
 
 
 class KeyedMode(TorchFunctionMode):
-    """Function mode that replaces random functions; draw n has the key `fold_in(key, n)`."""
+    """Function mode that replaces random functions; a `KeyedBlock`."""
 
-    def __init__(self, key: torch.Tensor, count: int = 0) -> None:
+    def __init__(self, key: torch.Tensor, first: int | torch.Tensor = 0) -> None:
         super().__init__()
-        self.key, self.count = key, count
+        self.key, self.first, self.count = key, first, 0
         self.depth, self.scope = trace_depth(), (current_axes(), current_transport())
+
+    @staticmethod
+    def resumed(key: torch.Tensor, first: int | torch.Tensor) -> KeyedMode:
+        """Return a block whose first draw has the key `fold_in(key, first)`."""
+        return KeyedMode(key, first)
+
+    @property
+    def is_mapped(self) -> bool:
+        """True in a mapped function that the block encloses."""
+        axes, transport = self.scope
+        return current_axes() is not axes or current_transport() is not transport
 
     def next(self) -> torch.Tensor:
         """Return the key of the next draw; raise if the block encloses a traced or mapped call."""
@@ -46,13 +58,12 @@ class KeyedMode(TorchFunctionMode):
             fail("fs.random.keyed", "a block around a traced function",
                  "the block must be in the traced function, which runs again with other keys",
                  "def f(key, x): and in it with fs.random.keyed(key):")  # fmt: skip
-        axes, transport = self.scope
-        if current_axes() is not axes or current_transport() is not transport:
+        if self.is_mapped:
             fail("fs.random.keyed", "a block around a mapped function",
                  "the block must be in the mapped function: it counts the draws of one rank",
                  "with fs.random.keyed(key): in the function, with the key as an argument"
                  )  # fmt: skip
-        next_key = fold_in(self.key, self.count)
+        next_key = fold_in(self.key, self.first + self.count)
         self.count += 1
         return next_key
 
@@ -142,15 +153,24 @@ def _current_mode() -> KeyedMode | None:
     return next((mode for mode in reversed(stack) if isinstance(mode, KeyedMode)), None)
 
 
+@keyed_block_hook.set
+def _drawing_mode() -> KeyedMode | None:
+    """Return the mode of the innermost block, None in functions that it may not draw in."""
+    mode = _current_mode()
+    if mode is None or mode.is_mapped or trace_depth() > mode.depth:
+        return None
+    return mode
+
+
 def _checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Checkpoint `fn` so that its recomputation in backward draws the same values."""
     mode = _current_mode()
     if mode is None:
         return RECOMPUTE(fn, *args, **kwargs)
-    key, count = mode.key, mode.count
+    first = mode.first + mode.count
 
     def rerun(*xs: Any, **kwargs: Any) -> Any:
-        with KeyedMode(key, count):
+        with mode.resumed(mode.key, first):
             return fn(*xs, **kwargs)
 
     return RECOMPUTE(rerun, *args, **kwargs)
@@ -174,10 +194,11 @@ def keyed(key: torch.Tensor, /) -> Iterator[None]:
 
     Draw n has the key `fold_in(key, n)`; no generator is used or changed. A function with such a
     block is therefore a function of its arguments, with the same result on one device and in
-    `fs.partition`. In a `fs.shard_map` all ranks draw the same; fold `fs.axis_index` into the key
-    for other draws on each rank. `torch.utils.checkpoint` with `use_reentrant=False` repeats its
-    draws in the recomputation. Under `torch.vmap` one key draws once for the batch. Attention with
-    `dropout_p` is computed by matrix products. A call with `generator=` uses that generator.
+    `fs.partition`; `fs.apply` in the block draws as the operation on one device does. In a
+    `fs.shard_map` all ranks draw the same; fold `fs.axis_index` into the key for other draws on
+    each rank. `torch.utils.checkpoint` with `use_reentrant=False` repeats its draws in the
+    recomputation. Under `torch.vmap` one key draws once for the batch. Attention with `dropout_p`
+    is computed by matrix products. A call with `generator=` uses that generator.
 
     Args:
         key: A key, int64 of shape `(2,)`, from `fs.random.key`, `split` or `fold_in`.

@@ -42,6 +42,10 @@ def draws() -> dict[str, Any]:
     mapped = fs.shard_map(body, mesh=mesh, in_specs=(P(), P(("dp", "tp"))),
                           out_specs=P(("dp", "tp")))  # fmt: skip
     results["mapped"] = mapped(key, x)
+    with fs.random.keyed(key):
+        torch.rand(2)
+        results["applied"] = fs.unshard(fs.apply(F.dropout, fs.shard(x, mesh, P("dp", "tp"))))
+        results["after"] = torch.rand(2)
     return {name: x.detach() for name, x in results.items()}
 
 
@@ -57,9 +61,14 @@ def test_ranks_draw_their_shards() -> None:
     mask = fs.random.dropout_mask(fs.random.fold_in(key, 0), x, 0.5)
     loss = (x * mask).square().sum()
     (grad,) = torch.autograd.grad(loss, x)
+    with fs.random.keyed(key):
+        torch.rand(2)
+        applied, after = F.dropout(x), torch.rand(2)
     keys = [fs.random.fold_in(fs.random.fold_in(key, rank), 0) for rank in range(4)]
     mapped = torch.cat([fs.random.dropout_mask(k, (1, 6), 0.5) for k in keys])
     for results in ranks:
         assert torch.equal(results["loss"], loss.detach())
         assert torch.equal(results["gradient"], grad)
         assert torch.equal(results["mapped"], mapped)
+        assert torch.equal(results["applied"], applied.detach())
+        assert torch.equal(results["after"], after)

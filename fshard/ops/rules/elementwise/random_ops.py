@@ -19,7 +19,10 @@ from fshard.ops.prng.draw_ops import DRAW_SCHEMAS
 from fshard.ops.rules.index.local_indices import EQUAL, select_modes
 from fshard.ops.strategy.local_call import Args, Kwargs, RankContext
 
-KEYED = "with fs.random.keyed(key): in a function for fs.partition draws by the key"
+KEYED = (
+    "with fs.random.keyed(key): around fs.apply, or in a function for fs.partition, draws by the "
+    "key"
+)
 """Fix for code whose draws cannot be replaced, such as modules."""
 
 

@@ -171,6 +171,7 @@ def test_dropout_is_refused() -> None:
         "  given: dropout_p=0.5\n"
         "  rule:  draws must be keyed: a rank's generator does not draw the values of the global "
         "tensor\n"
-        "  fix:   with fs.random.keyed(key): in a function for fs.partition draws by the key; "
+        "  fix:   with fs.random.keyed(key): around fs.apply, or in a function for fs.partition, "
+        "draws by the key; "
         "dropout_p=0.0 drops nothing"
     )

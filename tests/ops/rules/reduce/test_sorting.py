@@ -146,7 +146,10 @@ def test_one_hot_refuses_invalid_classes(wrong: int) -> None:
         apply(aten.one_hot, sharded(x, "x"), 4)
 
 
-KEYED = "with fs.random.keyed(key): in a function for fs.partition draws by the key"
+KEYED = (
+    "with fs.random.keyed(key): around fs.apply, or in a function for fs.partition, draws by the "
+    "key"
+)
 MASKED = (
     f"fs.random.dropout_mask(key, spec, p), a factor, drops by a key; {KEYED}; "
     "p=0.0 or train=False drops nothing"
