@@ -5,15 +5,20 @@ PyTorch's own decorators for this import the compiler, which takes a second.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch.utils._pytree import register_pytree_node, tree_flatten, tree_unflatten
+from torch.utils._pytree import (
+    SUPPORTED_NODES,
+    register_pytree_node,
+    tree_flatten,
+    tree_unflatten,
+)
 
 __all__ = [
-    "call_while_tracing", "one_node", "register_pytree_node", "skip_frame", "skip_frames_below",
-    "tree_flatten", "tree_unflatten",
+    "PytreeNode", "call_while_tracing", "one_node", "register_pytree_node", "registered_node",
+    "skip_frame", "skip_frames_below", "tree_flatten", "tree_unflatten",
 ]  # fmt: skip
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -61,3 +66,35 @@ def call_while_tracing(fn: F) -> F:
 def one_node(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Return `fn` as one node of a graph, which is not traced into."""
     return torch._dynamo.nonstrict_trace(fn)
+
+
+class PytreeNode(NamedTuple):
+    """Functions of a container's class.
+
+    Attributes:
+        flatten: from an instance to its children, its context, and the text of each child's key.
+        unflatten: from the context and the children to an instance.
+    """
+
+    flatten: Callable[[Any], tuple[Iterable[Any], Any, Iterable[str]]]
+    unflatten: Callable[[Any, Iterable[Any]], Any]
+
+
+def registered_node(kind: type) -> PytreeNode | None:
+    """Return the functions with which a class is registered in `torch.utils._pytree`, or None."""
+    node = SUPPORTED_NODES.get(kind)
+    if node is None:
+        return None
+
+    def flatten(tree: Any) -> tuple[Iterable[Any], Any, Iterable[str]]:
+        children, context = node.flatten_fn(tree)
+        if node.flatten_with_keys_fn is not None:  # its context is not always the same
+            return children, context, [str(key) for key, _ in node.flatten_with_keys_fn(tree)[0]]
+        by_name = isinstance(tree, Mapping) and len(tree) == len(children)
+        return (
+            children,
+            context,
+            [f"[{key!r}]" for key in (tree if by_name else range(len(children)))],
+        )
+
+    return PytreeNode(flatten, lambda context, children: node.unflatten_fn([*children], context))

@@ -1,23 +1,40 @@
 """Pytrees of values and specs; the only module that imports optree.
 
-`Spec`, `PartitionSpec` and pairs are leaves. `None` is a leaf: in a tree of specs it marks an
-argument without a spec. Dict keys are in sorted order, as in JAX.
+Containers are tuples, named tuples, lists, dicts and deques, and the classes that are registered:
+with optree, or with `torch.utils._pytree` (`torch.export.register_dataclass`, the outputs of
+Hugging Face's models). A subclass of dict that nobody registered is a container of its items,
+rebuilt by its constructor. Instances of other classes are leaves.
+
+`Spec`, `PartitionSpec` and pairs are leaves. `None` is a leaf without content: in a tree of specs
+it marks an argument without a spec, in a tree of values any spec covers it, as JAX's empty tree.
+Dict keys are in sorted order, as in JAX, those of subclasses in their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import optree
 import torch
 
+from fshard._torch.dynamo import PytreeNode, registered_node
 from fshard._util.errors import Problem, raise_if
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.sharded import Sharded
 from fshard.layout.spec import Spec
 
 _STRINGS = frozenset({str})
+
+NAMESPACE = "fshard"
+"""Namespace of optree in which classes are registered that optree itself does not know."""
+_ATOMS = frozenset((type(None), bool, int, float, complex, str, torch.Size, torch.dtype))
+_ATOMS |= {torch.device, torch.Tensor, torch.nn.Parameter, Sharded, Spec, PartitionSpec}
+"""Types that are leaves even if they are registered."""
+_REGISTERED: set[type] = set()
+"""Classes registered in the namespace; the keys of their children are texts of Python."""
 
 TreeDef = optree.PyTreeSpec
 Tree = TypeVar("Tree")
@@ -44,10 +61,48 @@ def _is_leaf(value: object) -> bool:
 
 def flatten(tree: Any) -> tuple[list[Any], TreeDef]:
     """Return the leaves of a tree, `None` included, and its structure; pairs as `Sharded`."""
-    leaves, treedef = optree.tree_flatten(tree, is_leaf=_is_leaf, none_is_leaf=True)
-    if tuple in map(type, leaves):
+    leaves, treedef = optree.tree_flatten(
+        tree, is_leaf=_is_leaf, none_is_leaf=True, namespace=NAMESPACE
+    )
+    kinds = {*map(type, leaves)}
+    if not kinds <= _ATOMS and _register_containers(leaves, kinds - _ATOMS):
+        return flatten(tree)
+    if tuple in kinds:
         leaves = [Sharded(*leaf) if type(leaf) is tuple else leaf for leaf in leaves]
     return list(leaves), treedef
+
+
+def _register_containers(leaves: Iterable[Any], kinds: set[type]) -> bool:
+    """Register with optree those types of leaves that are containers; return True for any."""
+    containers = {
+        kind for kind in kinds if registered_node(kind) is not None or issubclass(kind, dict)
+    } - {type(leaf) for leaf in leaves if _is_leaf(leaf)}
+    for kind in containers:
+        node = registered_node(kind) or PytreeNode(_flatten_items, partial(_rebuild, kind))
+        functions: Any = node
+        optree.register_pytree_node(
+            kind, *functions, path_entry_type=_KeyEntry, namespace=NAMESPACE
+        )
+    _REGISTERED.update(containers)
+    return bool(containers)
+
+
+class _KeyEntry(optree.PyTreeEntry):
+    """Step of a path to a child of a registered class, as the text of Python."""
+
+    def codify(self, /, node: str = "") -> str:
+        return f"{node}{self.entry}"
+
+
+def _flatten_items(tree: dict[Any, Any]) -> tuple[list[Any], tuple[Any, ...], list[str]]:
+    """Return values, keys, and the text of the keys."""
+    return list(tree.values()), tuple(tree), [f"[{key!r}]" for key in tree]
+
+
+def _rebuild(kind: type, keys: tuple[Any, ...], values: Iterable[Any]) -> Any:
+    """Return an instance of a subclass of dict with these items."""
+    items = dict(zip(keys, values, strict=True))
+    return kind(**items) if is_dataclass(kind) else kind(items)
 
 
 def append_cache_key(tree: Any, leaves: list[Any], key: list[Any]) -> None:
@@ -104,9 +159,9 @@ def unflatten(treedef: TreeDef, leaves: Sequence[Any]) -> Any:
 
 def map_leaves(function: Callable[..., Any], tree: Tree, *rest: Any) -> Tree:
     """Return the tree of `function(leaf, ...)`; the trees of `rest` have the same structure."""
-    values: Any = tree
-    mapped: Any = optree.tree_map(function, values, *rest, is_leaf=_is_leaf, none_is_leaf=True)
-    return cast(Tree, mapped)
+    leaves, treedef = flatten(tree)
+    others = [treedef.flatten_up_to(other) for other in rest]
+    return cast(Tree, treedef.unflatten(map(function, leaves, *others)))
 
 
 def paths(tree: Any, name: str) -> list[str]:
@@ -115,8 +170,7 @@ def paths(tree: Any, name: str) -> list[str]:
     >>> paths({"w": [1, 2]}, "params")
     ["params['w'][0]", "params['w'][1]"]
     """
-    accessors, _, _ = optree.tree_flatten_with_accessor(tree, is_leaf=_is_leaf, none_is_leaf=True)
-    return [accessor.codify(name) for accessor in accessors]
+    return [accessor.codify(name) for accessor in flatten(tree)[1].accessors()]
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -133,13 +187,39 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(item)
 
 
+def opaque_problem(value: Any, path: str) -> Problem | None:
+    """Return the problem of a leaf that has tensors among its attributes, or None.
+
+    Modules may have tensors: they are leaves.
+    """
+    if type(value) in _ATOMS or isinstance(value, torch.Tensor | torch.nn.Module):
+        return None
+    kind = type(value)
+    slots = [getattr(value, name, None) for name in getattr(kind, "__slots__", ())]
+    if not any(True for _ in tensors_in([value, getattr(value, "__dict__", None), slots])):
+        return None
+    return Problem(
+        f"{path} is {_with_article(value)}, with tensors in it",
+        "tensors must be in tuples, lists, dicts, and instances of registered classes to be found",
+        f"torch.export.register_dataclass({kind.__name__}), once, before the call"
+        if is_dataclass(kind)
+        else "a dict of them: vars(...) of an object",
+    )
+
+
 def broadcast_prefix(prefix: Any, tree: Any, name: str, where: str) -> list[Any]:
     """Return for every leaf of `tree`, in order, the leaf of `prefix` that covers it.
 
     Raises `ShardingError` for every place where `prefix` is not a prefix of the tree.
     """
+    flatten(prefix)
+    flatten(tree)  # registers the classes of both
     try:
-        return list(optree.broadcast_prefix(prefix, tree, is_leaf=_is_leaf, none_is_leaf=True))
+        return list(
+            optree.broadcast_prefix(
+                prefix, tree, is_leaf=_is_leaf, none_is_leaf=True, namespace=NAMESPACE
+            )
+        )
     except ValueError:
         raise_if(where, _no_prefix(prefix, tree, name, name))
         raise
@@ -175,17 +255,20 @@ def _unlike(tree: Any, other: Any, names: tuple[str, str], at: str) -> list[Prob
     missing = [key for key in keys if key not in other_keys]
     extra = [key for key in other_keys if key not in keys]
     if missing or extra:
-        if isinstance(tree, Mapping):
-            given = f"{other_path} has the keys {list(other_keys)}, {path} {list(keys)}"
+        if _has_keys(tree):
+            given = (
+                f"{other_path} has the keys {_keys_text(other, other_keys)}, "
+                f"{path} {_keys_text(tree, keys)}"
+            )
         else:
             given = f"{other_path} has length {len(other_children)}, {path} {len(children)}"
-        fixes = [f"add {other_path}[{key!r}]" for key in missing]
-        fixes += [f"drop {other_path}[{key!r}]" for key in extra]
+        fixes = [f"add {other_path}{_key_text(tree, key)}" for key in missing]
+        fixes += [f"drop {other_path}{_key_text(tree, key)}" for key in extra]
         return [Problem(given, rule, ", ".join(fixes))]
     other_child = dict(zip(other_keys, other_children, strict=True))
     problems: list[Problem] = []
     for key, child in zip(keys, children, strict=True):
-        problems += _unlike(child, other_child[key], names, f"{at}[{key!r}]")
+        problems += _unlike(child, other_child[key], names, at + _key_text(tree, key))
     return problems
 
 
@@ -204,8 +287,11 @@ def _no_prefix(prefix: Any, tree: Any, name: str, at: str) -> list[Problem]:
         given = f"{at} is {_with_article(prefix)} where the value is {_with_article(tree)}"
         fix = f"{_with_article(tree)} of specs, or one spec for all of it"
     elif sorted(map(repr, keys)) != sorted(map(repr, value_keys)):
-        if isinstance(prefix, dict):
-            given = f"{at} has the keys {list(keys)}, the value {list(value_keys)}"
+        if _has_keys(prefix):
+            given = (
+                f"{at} has the keys {_keys_text(prefix, keys)}, "
+                f"the value {_keys_text(tree, value_keys)}"
+            )
         else:
             given = f"{at} has length {len(children)}, the value {len(values)}"
         fix = "an entry for each, or one spec for all of it"
@@ -213,15 +299,30 @@ def _no_prefix(prefix: Any, tree: Any, name: str, at: str) -> list[Problem]:
         return [Problem(given, rule, fix)]
     problems: list[Problem] = []
     for key, child, value in zip(keys, children, values or [], strict=True):
-        problems += _no_prefix(child, value, name, f"{at}[{key!r}]")
+        problems += _no_prefix(child, value, name, at + _key_text(prefix, key))
     return problems
+
+
+def _has_keys(tree: Any) -> bool:
+    return isinstance(tree, Mapping) or type(tree) in _REGISTERED
+
+
+def _key_text(tree: Any, key: Any) -> str:
+    """Return the text of Python behind a tree's expression for the child of a key."""
+    return str(key) if type(tree) in _REGISTERED else f"[{key!r}]"
+
+
+def _keys_text(tree: Any, keys: Iterable[Any]) -> str:
+    return ", ".join(keys) if type(tree) in _REGISTERED else str([*keys])
 
 
 def _children(tree: Any) -> tuple[list[Any] | None, list[Any]]:
     """Return the subtrees right below and their keys or indices; `(None, [])` for a leaf."""
-    if _is_leaf(tree) or optree.tree_is_leaf(tree, none_is_leaf=True):
+    if _is_leaf(tree) or optree.tree_is_leaf(tree, none_is_leaf=True, namespace=NAMESPACE):
         return None, []
-    children, _, entries, _ = optree.tree_flatten_one_level(tree, none_is_leaf=True)
+    children, _, entries, _ = optree.tree_flatten_one_level(
+        tree, none_is_leaf=True, namespace=NAMESPACE
+    )
     return list(children), list(entries)
 
 

@@ -15,7 +15,7 @@ from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.sharded import Sharded
 from fshard.layout.spec import Spec
-from fshard.layout.tree import tensors_in
+from fshard.layout.tree import opaque_problem
 from fshard.ops.core.call import instances_in
 from fshard.plan.redistribute import redistribute
 
@@ -124,8 +124,15 @@ def leaf_spec(
     """
     tensor = leaf.spec if isinstance(leaf, Sharded) else leaf
     if not isinstance(tensor, torch.Tensor | Spec):
-        problems += [opaque_leaf(tensor, name)] if hides_tensors(tensor) else []
+        opaque = opaque_problem(tensor, name)
+        problems += [] if opaque is None else [opaque]
         return None
+    if isinstance(tensor, torch.Tensor) and tensor.layout is not torch.strided:
+        if requested not in (None, PartitionSpec()):
+            problems.append(Problem(f"{name}: {requested} for a tensor of {tensor.layout}",
+                                    "a tensor that is sharded must be dense",
+                                    "x.to_dense(), or None in its place"))  # fmt: skip
+        return None  # as a value that is not a tensor: the function may not compute with it
     if isinstance(tensor, Spec) and tensor.mesh != mesh:
         problems.append(Problem(f"{name}: {tensor} on {tensor.mesh}",
                                 f"the function runs on {mesh}",
@@ -147,21 +154,6 @@ def leaf_spec(
                                 "fs.reshard(pair, spec), which is\n"
                                 + textwrap.indent(str(prog), "    ")))  # fmt: skip
     return spec
-
-
-def hides_tensors(value: Any) -> bool:
-    """Return True if a value that is not a tensor or module has tensors among its attributes."""
-    if isinstance(value, torch.Tensor | torch.nn.Module):
-        return False
-    slots = [getattr(value, name, None) for name in getattr(type(value), "__slots__", ())]
-    return any(True for _ in tensors_in([value, getattr(value, "__dict__", None), slots]))
-
-
-def opaque_leaf(value: Any, name: str) -> Problem:
-    """Return the problem of a leaf that hides tensors."""
-    return Problem(f"{name} is a {type(value).__name__}, with tensors in it",
-                   "tensors must be in tuples, named tuples, lists and dicts to be found",
-                   "a dict of them: vars(...) of a dataclass")  # fmt: skip
 
 
 def located(place: str, error: ShardingError, argument: str) -> list[Problem]:

@@ -11,11 +11,11 @@ from fshard._torch.autograd_state import version_of
 from fshard._util.cache import BoundedDict
 from fshard._util.errors import raise_if
 from fshard.layout.spec import Spec
-from fshard.layout.tree import TreeDef, flatten, paths, unflatten
+from fshard.layout.tree import TreeDef, flatten, opaque_problem, paths, unflatten
 from fshard.ops.core.cache_keys import concrete_number, freeze
 from fshard.ops.core.call import Meta
 from fshard.ops.trace.trace import TracedFunction, trace
-from fshard.partition.arguments import CallSignature, hides_tensors, opaque_leaf
+from fshard.partition.arguments import CallSignature
 from fshard.partition.host_generators import refuse_draws
 from fshard.partition.python_state import PythonState, StateKey
 
@@ -99,11 +99,11 @@ class FunctionTraces:
             args = [symbols.get(index, concrete_number(leaf)) if meta is None else next(remaining)
                     for index, (leaf, meta) in enumerate(zip(leaves, metas, strict=True))
                     ]  # fmt: skip
-            results, result_tree = flatten(self.fn(*unflatten(tree, args)))
-            names = paths(unflatten(result_tree, results), "result")
-            raise_if(self.where, [opaque_leaf(result, name)
-                                  for result, name in zip(results, names, strict=True)
-                                  if hides_tensors(result)])  # fmt: skip
+            result = self.fn(*unflatten(tree, args))
+            results, result_tree = flatten(result)
+            names = paths(result, "result")
+            problems = map(opaque_problem, results, names)
+            raise_if(self.where, [problem for problem in problems if problem is not None])
             result_trees.append(result_tree)
             return results
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -14,16 +14,28 @@ from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec as P
 from fshard.layout.sharded import Sharded
 from fshard.layout.spec import Spec
-from fshard.layout.tree import broadcast_prefix, flatten, is_pair, map_leaves, paths, unflatten
+from fshard.layout.tree import (
+    append_cache_key,
+    broadcast_prefix,
+    flatten,
+    flatten_like,
+    is_pair,
+    map_leaves,
+    opaque_problem,
+    paths,
+    unflatten,
+)
+from tests.helpers.model_output import (
+    Attributes,
+    Carry,
+    CausalLMOutput,
+    Layer,
+    Unregistered,
+)
 from tests.helpers.spec_grid import message
 
 SPEC = Spec(Mesh(x=2), P("x"), shape=(4,))
 TENSOR = torch.zeros(2)
-
-
-class Layer(NamedTuple):
-    weight: Any
-    bias: Any
 
 
 LEAVES = st.one_of(
@@ -141,3 +153,53 @@ def test_wrong_prefix_lists_all_places() -> None:
         "out_specs[0] has length 1, the value 2",
         "out_specs[1] has the keys ['a'], the value ['b']",
     ]
+
+
+def test_registered_classes_are_containers_of_their_class() -> None:
+    output = CausalLMOutput(logits=TENSOR, hidden_states=(TENSOR, 2))
+    tree = {"out": output, "carry": Carry([1]), "attributes": Attributes(z=3, a=None)}
+    leaves, treedef = flatten(tree)
+    assert leaves[:3] == [3, None, 1]
+    assert paths(tree, "tree") == [
+        "tree['attributes']['z']", "tree['attributes']['a']", "tree['carry'].state[0]",
+        "tree['out']['logits']", "tree['out']['hidden_states'][0]",
+        "tree['out']['hidden_states'][1]"]  # fmt: skip
+    rebuilt = unflatten(treedef, range(6))
+    out = CausalLMOutput(logits=3, hidden_states=(4, 5))
+    assert rebuilt == {"out": out, "carry": Carry([2]), "attributes": Attributes(z=0, a=1)}
+    assert (rebuilt["out"].logits, rebuilt["out"].loss, rebuilt["attributes"].a) == (3, None, 1)
+    assert (type(rebuilt["out"]), type(rebuilt["attributes"])) == (CausalLMOutput, Attributes)
+
+
+def test_cache_keys_of_registered_classes_tell_fields_apart() -> None:
+    def key(tree: Any) -> tuple[Any, ...]:
+        parts: list[Any] = []
+        append_cache_key(tree, [], parts)
+        return tuple(parts)
+
+    assert key(CausalLMOutput(logits=1)) == key(CausalLMOutput(logits=2))
+    assert hash(key(CausalLMOutput(logits=1))) == hash(key(CausalLMOutput(logits=2)))
+    assert key(CausalLMOutput(logits=1)) != key(CausalLMOutput(loss=1))
+    assert key(Carry(1)) != key(Carry(1, 2)) != key(Attributes(state=1))
+
+
+def test_prefixes_of_registered_classes() -> None:
+    value = {"out": CausalLMOutput(loss=1, logits=(2, 3))}
+    prefix = {"out": CausalLMOutput(loss=P(), logits=P("x"))}
+    assert broadcast_prefix(prefix, value, "out_specs", "f") == [P(), P("x"), P("x")]
+    assert flatten_like(prefix, value, ("a", "b"), "f") == [1, (2, 3)]
+    with pytest.raises(ShardingError) as caught:
+        broadcast_prefix({"out": CausalLMOutput(logits=P())}, value, "out_specs", "f")
+    assert caught.value.problems[0].given == (
+        "out_specs['out'] has the keys ['logits'], the value ['loss'], ['logits']"
+    )
+    with pytest.raises(ShardingError, match=r"b has the keys .state, .step, a .state"):
+        flatten_like(Carry(1), Carry(1, 2), ("a", "b"), "f")
+
+
+def test_unregistered_dataclass_names_the_registration() -> None:
+    assert opaque_problem(Unregistered(3), "result") is None
+    problem = opaque_problem(Unregistered([TENSOR]), "result")
+    assert problem is not None
+    assert problem.given == "result is an Unregistered, with tensors in it"
+    assert problem.fix == "torch.export.register_dataclass(Unregistered), once, before the call"

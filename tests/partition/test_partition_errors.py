@@ -40,7 +40,9 @@ def multiplies(x: torch.Tensor) -> torch.Tensor:
     [
         (branches, "aten._local_scalar_dense.default reads a tensor's values", *VALUES),
         (selects, "aten.nonzero.default returns a shape that depends on a tensor's values",
-         *VALUES),
+         VALUES[0], "torch.where instead of masks, torch.nonzero_static(x, size=n), "
+         "repeat_interleave(x, repeats, output_size=n), counts by one_hot; fs.shard_map in its "
+         "place; fs.apply(op, pair, mode=\"auto\") runs one on unsharded values"),
         (multiplies, "RuntimeError: a and b must have same reduction dim, but got [2, 2] X [3, 3].",
          "the function is traced once on tensors of the global shapes",
          "check that it runs on global tensors, and calls no numpy() on them"),
@@ -84,17 +86,27 @@ def collects(x: torch.Tensor) -> torch.Tensor:
     return x.sum()
 
 
+class Box:
+    def __init__(self, loss: torch.Tensor) -> None:
+        self.loss = loss
+
+
 def test_tensors_in_objects_and_leaked_tensors_are_refused() -> None:
     part = fs.partition(lambda x: Result(x.sum()), mesh=MESH)
-    rest = (
-        "\n  rule:  tensors must be in tuples, named tuples, lists and dicts to be found"
-        "\n  fix:   a dict of them: vars(...) of a dataclass"
+    rule = (
+        "\n  rule:  tensors must be in tuples, lists, dicts, and instances of registered classes "
+        "to be found"
     )
+    rest = f"{rule}\n  fix:   torch.export.register_dataclass(Result), once, before the call"
     head = "fs.partition(<lambda>)\n  given: "
     assert error_of(part, torch.ones(2)) == f"{head}result is a Result, with tensors in it{rest}"
     part = fs.partition(lambda x, y: x * y["a"].loss, mesh=MESH)
     keywords = torch.ones(2), {"a": Result(torch.ones(2))}
     assert error_of(part, *keywords) == f"{head}args[1]['a'] is a Result, with tensors in it{rest}"
+    assert error_of(fs.partition(lambda x: Box(x.sum()), mesh=MESH), torch.ones(2)) == (
+        f"{head}result is a Box, with tensors in it{rule}"
+        "\n  fix:   a dict of them: vars(...) of an object"
+    )
     assert error_of(fs.partition(collects, mesh=MESH), torch.ones(2)) == (
         "fs.partition(collects)\n"
         "  given: a result of mul is kept outside of the function\n"
@@ -177,3 +189,38 @@ def test_constraint_chunks_a_dim_it_does_not_divide() -> None:
     result = part(fs.shard(x, fs.Spec(MESH, P(), shape=x.shape, dtype=x.dtype)))
     assert str(result.spec) == "f64[5@dp:chunk,3]"
     torch.testing.assert_close(fs.unshard(result), x * 2 + 1)
+
+
+def test_sparse_tensors_are_passed_along_alone() -> None:
+    mask, x = torch.eye(4).to_sparse(), torch.ones(4, 4)
+    part = fs.partition(lambda p, x: p["w"] * x, mesh=MESH, in_specs=(P(), P("dp")))
+    for unused in (mask, torch.eye(2).to_sparse()):
+        torch.testing.assert_close(part({"w": torch.ones(4), "mask": unused}, x), x)
+    rule = (
+        "  rule:  the tensors of a partitioned function must be dense\n"
+        "  fix:   x.to_dense() before the call; or fs.shard_map, whose function runs on locals"
+    )
+    given = "fs.partition\n  given: {} with a tensor of torch.sparse_coo\n" + rule
+    fns: dict[str, Any] = {
+        "mm": lambda m, x: m @ x,
+        "_to_sparse": lambda m, x: x.to_sparse().to_dense(),
+        "return": lambda m, x: (m, x),
+    }
+    for name, fn in fns.items():
+        assert error_of(fs.partition(fn, mesh=MESH), mask, x) == given.format(name)
+    mapped = fs.shard_map(lambda x: mask @ x, mesh=MESH, in_specs=P(None, "dp"),
+                          out_specs=P(None, "dp"))  # fmt: skip
+    torch.testing.assert_close(mapped(x), x)
+    assert error_of(fs.partition(lambda m, x: x, mesh=MESH, in_specs=P("dp")), mask, x) == (
+        "fs.partition(<lambda>)\n"
+        "  given: args[0]: P('dp') for a tensor of torch.sparse_coo\n"
+        "  rule:  a tensor that is sharded must be dense\n"
+        "  fix:   x.to_dense(), or None in its place"
+    )
+
+
+def test_sparse_operands_of_single_calls_are_refused() -> None:
+    mask, x = torch.eye(4).to_sparse(), fs.shard(torch.ones(4, 4), MESH, P("dp"))
+    for call in (lambda: fs.shard(mask, x.spec), lambda: fs.apply(torch.mm, mask, x)):
+        with pytest.raises(fs.ShardingError, match="a tensor that is sharded must be dense"):
+            call()
