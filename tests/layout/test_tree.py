@@ -25,14 +25,14 @@ from fshard.layout.tree import (
     paths,
     unflatten,
 )
-from tests.helpers.model_output import (
+from tests.helpers.spec_grid import message
+from tests.helpers.spmd.model_output import (
     Attributes,
     Carry,
     CausalLMOutput,
     Layer,
     Unregistered,
 )
-from tests.helpers.spec_grid import message
 
 SPEC = Spec(Mesh(x=2), P("x"), shape=(4,))
 TENSOR = torch.zeros(2)
