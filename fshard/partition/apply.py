@@ -55,6 +55,7 @@ from fshard.program.cost.topology import Topology
 from fshard.program.program_arguments import as_topology
 from fshard.run.autograd.replicate import replicate_shards
 from fshard.run.execute import check_tuple
+from fshard.run.global_tensors import check_plain_tensor
 from fshard.spmd.tracking.torch_effects import Action, effect_of
 
 MODES = ("explicit", "auto")
@@ -201,13 +202,16 @@ def _as_pairs(
     as_sharded = lambda x: Sharded(*x) if type(x) is tuple and is_pair(x) else x  # noqa: E731
     placed, named = map_leaves(as_sharded, list(args)), map_leaves(as_sharded, kwargs)
     pairs = instances_in((*placed, *named.values()), Sharded)
+    where = f"fs.apply({name_of(op)})"
+    for tensor in instances_in((*placed, *named.values()), torch.Tensor):
+        check_plain_tensor(tensor, where)
     if not pairs:
-        fail(f"fs.apply({name_of(op)})", "no pairs",
+        fail(where, "no pairs",
              "at least one argument must be a pair (local, spec)",
              "fs.shard(tensor, spec) makes one")  # fmt: skip
     kinds = {isinstance(pair.local, torch.Tensor) for pair in pairs}
     if len(kinds) > 1:
-        fail(f"fs.apply({name_of(op)})", "locals of one rank and of all ranks",
+        fail(where, "locals of one rank and of all ranks",
              "all pairs must hold one rank's local, or all the tuple of all shards",
              "make them the same way")  # fmt: skip
     mesh, simulated = pairs[0].spec.mesh, False in kinds

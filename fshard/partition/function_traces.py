@@ -14,6 +14,7 @@ from fshard.layout.spec import Spec
 from fshard.layout.tree import TreeDef, flatten, opaque_problem, paths, unflatten
 from fshard.ops.core.cache_keys import concrete_number, freeze
 from fshard.ops.core.call import Meta
+from fshard.ops.trace.functionalize import refuse_sparse
 from fshard.ops.trace.trace import TracedFunction, trace
 from fshard.partition.arguments import CallSignature
 from fshard.partition.host_generators import refuse_draws
@@ -101,6 +102,7 @@ class FunctionTraces:
                     ]  # fmt: skip
             result = self.fn(*unflatten(tree, args))
             results, result_tree = flatten(result)
+            refuse_sparse(results, "return")
             names = paths(result, "result")
             problems = map(opaque_problem, results, names)
             raise_if(self.where, [problem for problem in problems if problem is not None])

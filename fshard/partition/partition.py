@@ -14,7 +14,7 @@ from fshard._util.cache import BoundedDict
 from fshard._util.errors import Problem, ShardingError, fail, raise_if
 from fshard._util.text import plural
 from fshard._util.tracebacks import hide_frames
-from fshard.layout.mesh import Mesh
+from fshard.layout.mesh import Mesh, check_is_mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.sharded import Sharded
 from fshard.layout.spec import Spec
@@ -445,9 +445,10 @@ def partition(
     sent                          0 B
     time                         0 µs
     """
-    if not callable(fn) or not isinstance(mesh, Mesh):
-        fail("fs.partition", f"{type(fn).__name__} and {type(mesh).__name__}",
-             "the arguments must be a function and a mesh",
+    check_is_mesh(mesh, "fs.partition")
+    if not callable(fn):
+        fail("fs.partition", f"a function of type {type(fn).__name__}",
+             "the first argument must be a function",
              "fs.partition(fn, mesh=mesh, in_specs=...)")  # fmt: skip
     run = fn
     if isinstance(fn, torch.nn.Module):

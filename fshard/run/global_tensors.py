@@ -111,8 +111,8 @@ def _check_global(x: Any, spec: Spec, where: str) -> None:
         fail(where, f"{spec!r} as the spec",
              "a spec must be a fs.Spec, with a mesh, shape and dtype",
              "fs.Spec(mesh, P(...), shape=x.shape, dtype=x.dtype)")  # fmt: skip
-    if not isinstance(x, torch.Tensor) or type(x) not in TENSOR_TYPES:
-        _check_tensor(x, where)
+    if type(x) not in TENSOR_TYPES or x.layout is not torch.strided:
+        check_plain_tensor(x, where)
     if tuple(x.shape) != spec.shape or x.dtype != spec.dtype:
         fail(where, f"a tensor of shape {tuple(x.shape)} and {x.dtype} for {spec}",
              f"the tensor must have the spec's shape {spec.shape} and {spec.dtype}",
@@ -153,18 +153,25 @@ def _layout_of(x: Any, layout: Any, partition: Any, where: str) -> Spec:
     _check_layout(layout, partition, where)
     if isinstance(layout, Spec):
         return layout
-    _check_tensor(x, where)
+    check_plain_tensor(x, where)
     return _spec_on(layout, partition, tuple(x.shape), x.dtype)
 
 
-def _check_tensor(x: object, where: str) -> None:
-    """Raise `ShardingError` unless `x` is a plain tensor, which a `DTensor` is not."""
+def check_plain_tensor(x: object, where: str) -> None:
+    """Raise `ShardingError` unless `x` is a dense tensor without a layout, as a `DTensor` has."""
     if not isinstance(x, torch.Tensor):
         fail(
             where,
             f"a {type(x).__name__}",
             "a global tensor must be a torch.Tensor",
             "torch.as_tensor(value)",
+        )
+    if x.layout is not torch.strided:
+        fail(
+            where,
+            f"a tensor of {x.layout}",
+            "a tensor that is sharded must be dense",
+            "x.to_dense()",
         )
     if type(x).__module__.startswith("torch.distributed."):
         fail(

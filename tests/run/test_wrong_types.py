@@ -43,6 +43,11 @@ MESH_USES: dict[str, Callable[[Any], Any]] = {
     "simulate": lambda mesh: fs.simulate(mesh, identity),
     "from_local": lambda mesh: fs.from_local(X, mesh, P("dp")),
     "calibrate": fs.calibrate,
+    "init": fs.init,
+    "auto": lambda mesh: fs.auto(identity, mesh, [X]),
+    "partition": lambda mesh: fs.partition(identity, mesh=mesh),
+    "link": lambda mesh: fs.Topology.node().link(mesh, "dp"),
+    "between": lambda mesh: fs.Topology.node().between(MESH, mesh),
 }
 
 
@@ -63,8 +68,11 @@ def test_device_mesh_is_refused_with_its_mesh(name: str, device_mesh: Any) -> No
         lambda x: fs.shard(x, MESH, P("x")),
         lambda x: fs.scatter(x, MESH, P("x")),
         fs.shard_map(identity, mesh=MESH, in_specs=P("x"), out_specs=P("x")),
+        fs.partition(identity, mesh=MESH),
+        lambda x: fs.apply(torch.relu, x),
+        lambda x: fs.apply(torch.add, PAIR, x),
     ],
-    ids=["shard", "mesh and P", "scatter", "shard_map"],
+    ids=["shard", "mesh and P", "scatter", "shard_map", "partition", "apply", "apply with a pair"],
 )
 def test_dtensor_is_refused(use: Callable[[Any], Any], device_mesh: Any) -> None:
     x = DTensor.from_local(torch.ones(4), device_mesh, [Shard(0), Shard(0)], run_check=False)

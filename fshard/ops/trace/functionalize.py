@@ -292,7 +292,9 @@ class ClosureGuard(TorchDispatchMode):
         for x in tensors_in(_written(func, args, kwargs or {})):
             if not isinstance(x, FakeTensor) and storage_address(x) not in self.own:
                 refuse_closure_write(base_name(func))
+        refuse_sparse((args, kwargs), base_name(func))
         out = func(*args, **(kwargs or {}))
+        refuse_sparse(out, base_name(func))
         before = {storage_address(x) for x in tensors_in((args, kwargs))}
         self.own |= {storage_address(x) for x in tensors_in(out)} - before
         # A result without operands may be a constant, which the fake mode keeps.
@@ -317,6 +319,16 @@ class ClosureGuard(TorchDispatchMode):
         ids = {id(x) for x in arguments}
         results = ((ref(), name) for ref, name in self.results)
         return [name for x, name in results if x is not None and id(x) not in ids]
+
+
+def refuse_sparse(values: Any, name: str) -> None:
+    """Raise `ShardingError` for operands or results of an operation that are not dense."""
+    for x in tensors_in(values):
+        if x.layout is not torch.strided:
+            fail("fs.partition", f"{name} with a tensor of {x.layout}",
+                 "the tensors of a partitioned function must be dense",
+                 "x.to_dense() before the call; or fs.shard_map, whose function runs on "
+                 "locals")  # fmt: skip
 
 
 def refuse_closure_write(name: str) -> NoReturn:

@@ -33,7 +33,7 @@ from fshard._torch.process_groups import (
     pending_works,
 )
 from fshard._util.errors import fail
-from fshard.layout.mesh import Mesh
+from fshard.layout.mesh import Mesh, check_is_mesh
 from fshard.run.transports.base import (
     LABEL,
     Finish,
@@ -349,6 +349,7 @@ def init(
     >>> def main():  # torchrun --nproc-per-node 2 script.py
     ...     fs.init(fs.Mesh(x=2), timeout=60)
     """
+    check_is_mesh(mesh, "fs.init")
     if not dist.is_initialized():
         required = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         missing = [name for name in required if name not in os.environ]
