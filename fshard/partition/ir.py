@@ -16,6 +16,7 @@ from fshard.layout.spec import Spec
 from fshard.layout.tree import flatten
 from fshard.ops.core.call import map_instances
 from fshard.ops.strategy.strategy import Strategy
+from fshard.ops.trace.mapped_regions import MappedRegion
 from fshard.plan.batch.batch import Batch, batch_from_leaves
 from fshard.program.program import Program
 from fshard.run.autograd.planned_gradient import OutputGradient
@@ -137,6 +138,15 @@ class CustomGradient:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class RegionCall:
+    """Call of a mapped function on locals; its gradient is that of the function's body."""
+
+    out: int
+    region: MappedRegion
+    operands: tuple[Ref, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class LaunchBatch:
     """Start of linear programs as one batch; the value is what a `WaitBatch` waits for.
 
@@ -174,6 +184,7 @@ Line = (
     | Write
     | Copy
     | CustomGradient
+    | RegionCall
     | LaunchBatch
     | WaitBatch
 )
@@ -193,7 +204,7 @@ def operands_of(line: Line) -> list[int]:
             return [source.value for source in line.sources]
         case Write():
             return [line.target.value, line.source.value]
-        case CustomGradient():
+        case CustomGradient() | RegionCall():
             return [ref.value for ref in line.operands]
         case _:
             return []
@@ -223,6 +234,13 @@ def backward_programs(line: Line) -> tuple[Program, ...]:
             return line.gradient.call.programs
         case _:
             return ()
+
+
+def backward_plans(line: Line) -> tuple[Program | Batch, ...]:
+    """Return the programs that run backward for a line, those of a batch as one."""
+    if isinstance(line, LaunchBatch):
+        return (line.batch.T,) if line.grad else ()
+    return backward_programs(line)
 
 
 def keep_gradients_of(lines: Sequence[Line], outputs: Sequence[int]) -> list[Line]:

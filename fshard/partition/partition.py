@@ -32,6 +32,7 @@ from fshard.ops.trace.trace import refuse_autocast
 from fshard.partition import arguments
 from fshard.partition.arguments import CallSignature
 from fshard.partition.assignment.assign_layouts import LayoutAssigner
+from fshard.partition.assignment.gradient_reductions import place_gradient_reductions
 from fshard.partition.assignment.layout_hints import layout_hints
 from fshard.partition.assignment.tensor_versions import (
     Assignment,
@@ -316,6 +317,8 @@ class Partition:
             outputs, specs, grads = self._redistribute_results(assignment, results, requested)
             sources = [out for out, grad in zip(outputs, grads[:count], strict=False) if grad]
             assignment.lines = keep_gradients_of(assignment.lines, sources)
+            outputs = place_gradient_reductions(assignment, inputs, outputs, grads[:count],
+                                                self.topology)  # fmt: skip
             choices.append((assignment, outputs, specs, bool(sources)))
         return min(choices, key=lambda choice: lines_time(
             choice[0].lines, self.mesh, self.topology, grad=choice[3]))  # fmt: skip

@@ -96,12 +96,12 @@ class PartitionedCall:
         plans: list[Program | Batch] = []
         for line in self.schedule:
             match line:
-                case LaunchBatch(batch=batch):
-                    plans += [batch.T if backward else batch] if line.grad or not backward else []
-                case Redistribution(program=prog) if not backward:
-                    plans.append(prog)
                 case _ if backward:
-                    plans += ir.backward_programs(line)
+                    plans += ir.backward_plans(line)
+                case LaunchBatch(batch=batch):
+                    plans.append(batch)
+                case Redistribution(program=prog):
+                    plans.append(prog)
         return Cost.in_turn(plan.cost(topology or self._topology) for plan in plans)
 
     def graph(self, rank: int = 0) -> fx.GraphModule:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 import fshard as fs
 from fshard import Mesh, P
+from fshard.partition.assignment.gradient_reductions import FlowNetwork
 from fshard.partition.ir import Redistribution
 from tests.helpers.ops.block_cases import BYTES
 
@@ -25,7 +27,7 @@ def product(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 def test_gradients_of_hybrid_weights_are_redistributed_as_if_planned_alone(axes: Any) -> None:
     """The gradient is scattered over the axes of the weight before it is reduced over the rest."""
     w = torch.empty(512, 1024, device="meta", requires_grad=True)
-    x = torch.empty(2**16, 512, device="meta")
+    x = torch.empty(2**15, 512, device="meta")
     part = fs.partition(product, mesh=CUBE, in_specs=(P(axes), P(CUBE.axes)))
     call = part.trace(w, x)
     spec = fs.Spec(CUBE, P(axes), shape=(512, 1024))
@@ -46,3 +48,65 @@ def test_gradient_of_a_hybrid_weight_is_that_of_one_device() -> None:
     assert "← reduce_scatter(b, dim 0)" in str(part.explain(w, x))
     grads = [torch.autograd.grad(f(w, x).sin().sum(), w) for f in (part, product)]
     torch.testing.assert_close(*grads)
+
+
+# -- casts of what is computed ------------------------------------------------------------------
+
+
+def batch_norm(w: torch.Tensor, b: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    mean, var = torch.zeros(8, dtype=x.dtype), torch.ones(8, dtype=x.dtype)
+    return torch.nn.functional.batch_norm(x, mean, var, w, b, training=True)
+
+
+def scaled(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Use three functions of one sum for different work, and return one of them too."""
+    total = x.square().sum(0)
+    root, inverse = total.sqrt(), 1 / (1 + total)
+    with torch.no_grad():
+        count = total.log()
+    return (x * root + inverse).tanh() * count, inverse
+
+
+@pytest.mark.parametrize(
+    ("fn", "shapes", "launches"),
+    [(batch_norm, [(8,), (8,), (64, 8, 64, 64)], 2), (scaled, [(16, 8)], 1)],
+)
+def test_gradients_of_a_sum_are_reduced_before_its_functions_are_differentiated(
+    fn: Any, shapes: list[tuple[int, ...]], launches: int
+) -> None:
+    """A sum over ranks has one gradient to reduce, however many functions of it are used."""
+    torch.manual_seed(0)
+    mesh, inputs = Mesh(x=2), [torch.randn(s, dtype=torch.float64) for s in shapes]
+    leaves = [x.requires_grad_() for x in inputs]
+    specs = (*(P() for _ in shapes[1:]), P("x"))
+    part = fs.partition(fn, mesh=mesh, in_specs=specs)
+    call = part.trace(*leaves)
+    assert call.cost(backward=True).launches == launches
+    assert call.cost().launches == 1
+    losses = []
+    for run in (part, fn):
+        outs = run(*leaves)
+        outs = outs if isinstance(outs, tuple) else (outs,)
+        losses.append(sum(out.sin().sum() for out in outs))
+    torch.testing.assert_close(losses[0], losses[1])
+    torch.testing.assert_close(*(torch.autograd.grad(loss, leaves) for loss in losses))
+
+
+def test_network_has_the_minimum_cut_nearest_to_the_source() -> None:
+    generator = random.Random(0)
+    for _ in range(60):
+        edges = {
+            (a, b): generator.choice([1.0, 2.0, 3.0])
+            for a, b in itertools.permutations(["invariant", 0, 1, 2, 3, "reduced"], 2)
+            if generator.random() < 0.4 and a != "reduced" and b != "invariant"
+        }
+        network = FlowNetwork()
+        for (a, b), capacity in edges.items():
+            network.add(a, b, capacity)
+        side = network.sink_side() | {"reduced"}
+
+        def cut(sink: set[Any], edges: dict[Any, float] = edges) -> float:
+            return sum(c for (a, b), c in edges.items() if a not in sink and b in sink)
+
+        sides = [{"reduced", *s} for n in range(5) for s in itertools.combinations(range(4), n)]
+        assert cut(side) == min(map(cut, sides))

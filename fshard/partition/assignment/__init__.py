@@ -1,6 +1,7 @@
 """From a traced graph to lines with layouts.
 
 - `assign_layouts`: the pass over a graph.
+- `gradient_reductions`: places of the casts whose transposes reduce gradients.
 - `tensor_versions`: tensors with all their layouts, and the programs between them.
 - `layout_hints`: layouts that are requested later in a graph.
 """

@@ -32,6 +32,7 @@ from fshard.ops.rules.elementwise.pointwise import pointwise
 from fshard.ops.strategy.strategy import Strategy
 from fshard.ops.trace.custom_functions import TracedBackward
 from fshard.ops.trace.functionalize import has_no_gradient
+from fshard.ops.trace.mapped_regions import MappedRegion
 from fshard.ops.trace.trace import decompose, parse_constraint
 from fshard.partition import ir
 from fshard.partition.assignment.tensor_versions import (
@@ -147,6 +148,8 @@ class LayoutAssigner:
             return None
         if isinstance(op, TracedBackward):
             return self.custom_gradient(op, *args)
+        if isinstance(op, MappedRegion):
+            return self.mapped_region(op, *args)
         if instances_in((*args, *kwargs.values()), ir.Number):
             return self.with_numbers(op, args, kwargs, node)
         return self.operation(op, args, kwargs, node)
@@ -272,6 +275,29 @@ class LayoutAssigner:
             value = self.assignment.new_value()
             lines.append(ir.Pick(value, Ref(out), index))
             results.append(TensorVersions(spec, True, {spec: value}))
+        return results
+
+    def mapped_region(
+        self, region: MappedRegion, inputs: Sequence[TensorVersions]
+    ) -> list[TensorVersions]:
+        """Add a call of a mapped function on operands with the layouts of its `in_specs`."""
+        mesh = region.in_specs[0].mesh
+        if mesh != self.mesh:
+            fail(
+                f"fs.partition: {region.__name__}",
+                f"a function mapped over {mesh}",
+                f"a mapped function must be mapped over the mesh of the partition, {self.mesh}",
+                f"mesh={self.mesh!r}, and specs that leave axes out",
+            )
+        refs = map(self.redistributed, inputs, region.in_specs)
+        out, lines = self.assignment.new_value(), self.assignment.lines
+        lines.append(ir.RegionCall(out, region, tuple(map(Ref, refs))))
+        grad = self.grad and (region.grad or any(x.grad for x in inputs))
+        results = []
+        for index, spec in enumerate(region.out_specs):
+            value = self.assignment.new_value()
+            lines.append(ir.Pick(value, Ref(out), index))
+            results.append(TensorVersions(spec, grad and is_inexact(Meta.of(spec)), {spec: value}))
         return results
 
     def backward_call(
