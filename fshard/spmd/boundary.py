@@ -15,7 +15,7 @@ from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.sharded import Sharded
 from fshard.layout.spec import Spec
-from fshard.layout.tree import flatten, map_leaves, paths
+from fshard.layout.tree import flatten, map_leaves, opaque_problem, paths
 from fshard.plan.redistribute import redistribute
 from fshard.program.program import Program
 from fshard.run.autograd.replicate import with_equal_gradients
@@ -116,7 +116,7 @@ def plan_arguments(
     """
 
     def plan(path: str, leaf: Any, value: Any) -> Argument:
-        if leaf is None:
+        if leaf is None or value is None:
             return Argument(path)
         if isinstance(value, Sharded):
             spec, prog = _plan_pair(where, value, leaf, scope, transport, redistribute_inputs)
@@ -130,6 +130,8 @@ def plan_arguments(
                 if not compare_gradients:
                     return Argument(path, spec, shards)
                 return Argument(path, spec, lambda x: same_gradients(where, path, spec, shards(x)))
+            if opaque := opaque_problem(value, f"with {_describe(leaf)} a value that"):
+                raise_if(where, [opaque])
             return Argument(path, spec, lambda x: shard(x, spec).local)
         if not isinstance(leaf, PartitionSpec) or leaf.axes:
             fail(where, f"a value of type {type(value).__name__} with {_describe(leaf)}",
@@ -358,7 +360,8 @@ def check_non_tensors(where: str, results: Iterable[tuple[str, Any, Any]]) -> No
                 "None, or P() for a number; torch.tensor([value]) to concatenate the ranks' values",
             )
             for path, leaf, value in results
-            if leaf is not None and (not isinstance(leaf, PartitionSpec) or leaf.axes)
+            if leaf is not None and value is not None
+            if not isinstance(leaf, PartitionSpec) or leaf.axes
         ],
     )
 

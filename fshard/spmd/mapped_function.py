@@ -23,6 +23,7 @@ from fshard.layout.tree import (
     broadcast_prefix,
     flatten,
     paths,
+    opaque_problem,
     unflatten,
 )
 from fshard.run.autograd.replicate import replicate_shards
@@ -345,6 +346,8 @@ class MappedCall:
         where, ranks = self.function.where, self.scope.mesh.ranks
         first, leaves = self.returned[ranks[0]]
         for rank in ranks:
+            problems = map(opaque_problem, leaves, paths(result, "result"))
+            raise_if(self.function.where, [problem for problem in problems if problem is not None])
             tree, others = self.returned[rank]
             if tree is first and len(leaves) == len(first.tensor_indices):
                 continue
