@@ -8,6 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
@@ -18,10 +19,15 @@ forward_ad_level: Callable[[], int] = partial(attrgetter("_current_level"), forw
 """Level of the innermost `forward_ad.dual_level`, -1 outside of all."""
 is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 """Return True for a tensor that wraps another one for a transform."""
+is_batched: Callable[[torch.Tensor], bool] = torch._C._functorch.is_batchedtensor
+"""Return True for a tensor that wraps another one for a `vmap`."""
 get_unwrapped: Callable[[torch.Tensor], torch.Tensor] = torch._C._functorch.get_unwrapped
 unwrap_if_dead: Callable[[torch.Tensor], torch.Tensor] = torch._C._functorch.unwrap_if_dead
 add_batch_dim: Callable[[torch.Tensor, int, int], torch.Tensor] = torch._add_batch_dim
 """`add_batch_dim(x, dim, level)`: make `dim` of `x` the batch dim of a `vmap` level."""
+
+without_transforms = temporarily_clear_interpreter_stack
+"""Context in which no transform of `torch.func` runs: `grad` wraps even tensors made anew."""
 
 SingleLevelFunction = _SingleLevelFunction
 """Base of `autograd.Function`, whose `apply` every alias of an `apply` looks up in a call."""

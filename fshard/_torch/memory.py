@@ -19,7 +19,7 @@ sparse_values: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor._values
 
 def storage_address(x: torch.Tensor) -> int:
     """Return the address of the storage object, equal for tensors that share memory."""
-    return int(x.untyped_storage()._cdata)
+    return int(innermost(x).untyped_storage()._cdata)
 
 
 def unaliased(y: torch.Tensor, xs: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -47,9 +47,15 @@ def unaliased_all(
 
 def data_address(x: torch.Tensor) -> int:
     """Return the first address of a storage, through wrappers; 0 for a tensor without values."""
+    x = innermost(x)
+    return 0 if type(x) is FakeTensor else x.untyped_storage().data_ptr()
+
+
+def innermost(x: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that `x` wraps for transforms of `torch.func`, else `x`."""
     while is_wrapped(x):
         x = get_unwrapped(x)
-    return 0 if type(x) is FakeTensor else x.untyped_storage().data_ptr()
+    return x
 
 
 def materialized(x: torch.Tensor) -> torch.Tensor:

@@ -375,6 +375,39 @@ def test_torch_func_transforms_partitioned_functions_and_apply(
     torch.testing.assert_close(TRANSFORMS[name](summed, x), expected)
 
 
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_of_functions_that_make_and_write_tensors(name: str) -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        times = torch.linspace(0, 1, 4, dtype=x.dtype)
+        y = x * torch.tensor([1.0, 2.0, 1.0, 2.0]) * times
+        y[2:].mul_(torch.full((2,), 2.0))
+        rows = torch.zeros_like(x)
+        rows[1:] = y[1:]
+        inner = torch.func.grad(lambda t: (t * torch.ones(4)).square().sum())(x)
+        return y * rows + x.new_ones(4) + inner
+
+    part = fs.partition(fn, mesh=Mesh(x=2), in_specs=P("x"))
+    x = sample(4).detach()
+    torch.testing.assert_close(TRANSFORMS[name](part, x), TRANSFORMS[name](fn, x))
+
+    def closes_over(y: torch.Tensor) -> torch.Tensor:
+        part = fs.partition(lambda x: x * y + torch.arange(4), mesh=Mesh(x=2), in_specs=P("x"))
+        result: torch.Tensor = part(x)
+        return result
+
+    expected = TRANSFORMS[name](lambda y: x * y + torch.arange(4), x)
+    torch.testing.assert_close(TRANSFORMS[name](closes_over, x), expected)
+
+
+def test_tensors_made_beside_vmapped_closures_in_grad_are_refused() -> None:
+    def gradient(y: torch.Tensor) -> torch.Tensor:
+        part = fs.partition(lambda x: (x * y * torch.ones(4)).sum(), mesh=Mesh(x=2))
+        return torch.func.grad(part)(torch.ones(4))
+
+    with pytest.raises(fs.ShardingError, match="closes over from a vmap"):
+        torch.vmap(gradient)(torch.ones(3, 4))
+
+
 def test_no_grad_regions_and_detached_values() -> None:
     def fn(p: blocks.Params, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():

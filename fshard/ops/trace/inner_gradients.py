@@ -21,7 +21,13 @@ from torch.utils.hooks import BackwardHook
 
 from fshard._torch.autograd_state import graph_task_id, is_any_autocast_enabled
 from fshard._torch.fake_tensors import FakeTensor
-from fshard._torch.functorch import SingleLevelFunction, forward_ad_level, transform_level
+from fshard._torch.functorch import (
+    SingleLevelFunction,
+    forward_ad_level,
+    is_batched,
+    transform_level,
+)
+from fshard._torch.memory import innermost
 from fshard._torch.modes import TorchDispatchMode, function_modes
 from fshard._torch.operators import is_query
 from fshard._util.errors import fail
@@ -48,6 +54,13 @@ class TakesGradients(BaseException):
     """
 
 
+class ReadsBatchedTensor(BaseException):
+    """Raised by a trace outside of a `vmap` for a closed-over tensor that has its batch dim.
+
+    Not an `Exception`, since the function may catch those.
+    """
+
+
 def _levels() -> tuple[int, int]:
     """Return the levels of `torch.func` transforms and of forward-mode differentiation."""
     return transform_level() or 0, forward_ad_level()
@@ -56,13 +69,15 @@ def _levels() -> tuple[int, int]:
 class _TraceMode(TorchFunctionMode):
     """Mode that refuses calls no graph can hold; `where` is the name in its errors.
 
-    `requires_grad` says for every argument if its gradient is requested.
+    `requires_grad` says for every argument if its gradient is requested, `outside` if the trace is
+    outside of the transforms of `torch.func` around the call.
     """
 
-    def __init__(self, where: str, requires_grad: Sequence[bool]) -> None:
+    def __init__(self, where: str, requires_grad: Sequence[bool], *, outside: bool) -> None:
         super().__init__()
         self.where, self.requires_grad = where, any(requires_grad)
         self.closures: list[torch.Tensor] = []
+        self.outside = outside
 
     def read(self, func: Any, args: Sequence[Any], kwargs: Any) -> tuple[Any, ...]:
         """Return the value that a function reads of constants, in a tuple, or ()."""
@@ -70,8 +85,16 @@ class _TraceMode(TorchFunctionMode):
         self.closures += closures
         return values
 
-    def refuse(self, func: Any) -> None:
-        """Raise `ShardingError` for calls that cannot be traced."""
+    def refuse(self, func: Any, args: Sequence[Any], kwargs: Any) -> None:
+        """Raise `ShardingError` for calls that cannot be traced.
+
+        Raises:
+            ReadsBatchedTensor: for a call that must be traced within the transforms.
+        """
+        if self.outside:
+            tensors = tensors_in((args, kwargs or {}))
+            if any(is_batched(x) and not isinstance(innermost(x), FakeTensor) for x in tensors):
+                raise ReadsBatchedTensor
         if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
             fail(self.where, "an assignment to `x.data`, which cannot be traced",
                  "a function is traced as the operations that it runs",
@@ -94,14 +117,14 @@ class AboveAutograd(_TraceMode):
     Tensors do not require grad there; `x.requires_grad` returns the value it would have.
     """
 
-    def __init__(self, where: str, requires_grad: Sequence[bool]) -> None:
-        super().__init__(where, requires_grad)
+    def __init__(self, where: str, requires_grad: Sequence[bool], *, outside: bool) -> None:
+        super().__init__(where, requires_grad, outside=outside)
         self.levels = _levels()
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        self.refuse(func)
+        self.refuse(func, args, kwargs)
         # The casts of autocast are operations below it, as gradients are.
         is_above = any(map(gt, _levels(), self.levels)) or is_any_autocast_enabled()
         if func in AUTOGRAD_CALLS or is_above:
@@ -121,14 +144,16 @@ class BelowAutograd(_TraceMode):
     unless gradients are `tracked` around the function, since then nothing has a graph.
     """
 
-    def __init__(self, where: str, requires_grad: Sequence[bool], tracked: bool) -> None:
-        super().__init__(where, requires_grad)
+    def __init__(
+        self, where: str, requires_grad: Sequence[bool], tracked: bool, *, outside: bool
+    ) -> None:
+        super().__init__(where, requires_grad, outside=outside)
         self.tracked = tracked
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        self.refuse(func)
+        self.refuse(func, args, kwargs)
         if func in READS and (values := self.read(func, args, kwargs)):
             return values[0]
         out = WITHOUT_READS.get(func, func)(*args, **(kwargs or {}))

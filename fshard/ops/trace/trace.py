@@ -25,9 +25,11 @@ from fshard._torch.fake_tensors import (
     FAKE_TENSOR_LOGGER,
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
 )
-from fshard._torch.functorch import transform_level
+from fshard._torch.functorch import transform_level, without_transforms
+from fshard._torch.memory import innermost
 from fshard._torch.modes import without_dispatch_modes
 from fshard._torch.operators import torch_decomposition
 from fshard._torch.symbolic_numbers import Accepts, SymbolicNumbers
@@ -43,11 +45,13 @@ from fshard.ops.trace.functionalize import ClosureGuard, check_writes, functiona
 from fshard.ops.trace.inner_gradients import (
     AboveAutograd,
     BelowAutograd,
+    ReadsBatchedTensor,
     SavedTensors,
     TakesGradients,
     refuse_grads,
     refuse_hidden_gradients,
 )
+from fshard.ops.trace.mapped_regions import name_regions, recorded_regions
 from fshard.run.transports.divergence_report import raise_line, user_line
 
 _TRACE_LOCK = threading.RLock()
@@ -129,19 +133,30 @@ def trace(
         ShardingError: if the function fails, reads values of a tensor, or calls a custom
             `autograd.Function` while gradients are requested.
     """
-    traced = None
     hidden = refuse_hidden_gradients(requires_grad, trace_depth, where)
-    with _TRACE_LOCK, without_dispatch_modes(), hidden:
+
+    def trace_with(mode: AboveAutograd | BelowAutograd) -> TracedFunction:
+        is_above = isinstance(mode, AboveAutograd)
+        return _trace(fn, metas, where, is_above, requires_grad, devices, mode, numbers)
+
+    def trace_once(*, outside: bool) -> TracedFunction:
         if above:
             with suppress(TakesGradients):
-                mode = AboveAutograd(where, requires_grad)
-                traced = _trace(fn, metas, where, above, requires_grad, devices, mode, numbers)
-        if traced is None:
-            below = BelowAutograd(where, requires_grad, torch.is_grad_enabled())
-            traced = _trace(fn, metas, where, False, requires_grad, devices, below, numbers)
+                return trace_with(AboveAutograd(where, requires_grad, outside=outside))
+        tracked = torch.is_grad_enabled()
+        return trace_with(BelowAutograd(where, requires_grad, tracked, outside=outside))
+
+    with _TRACE_LOCK, without_dispatch_modes(), hidden, recorded_regions() as regions:
+        try:
+            with without_transforms():  # `grad` would wrap the results of factories
+                traced = trace_once(outside=True)
+        except ReadsBatchedTensor:
+            traced = trace_once(outside=False)
+            _check_constants(traced.graph, where)
     graph = traced.graph
     graph.graph.eliminate_dead_code(is_impure_node=has_effects)
     extract_backwards(graph, where)
+    name_regions(graph, regions)
     assign_draw_layouts(graph)
     return traced
 
@@ -236,6 +251,15 @@ def _check_shapes(fakes: Sequence[torch.Tensor], metas: Sequence[Meta], where: s
             fail(where, f"argument {index} of shape {tuple(meta.shape)} becomes one of "
                  f"{tuple(fake.shape)}", "an argument that is written must keep its shape",
                  "return the new tensor: x.t() in place of x.t_()")  # fmt: skip
+
+
+def _check_constants(graph: fx.GraphModule, where: str) -> None:
+    """Raise `ShardingError` for a constant without values: a factory's result under `grad`."""
+    for node in graph.graph.find_nodes(op="get_attr"):
+        if isinstance(innermost(getattr(graph, node.target)), FakeTensor):
+            fail(where, "a tensor that it makes, and one that it closes over from a vmap, in a "
+                 "gradient", "the function is traced outside of transforms of torch.func",
+                 "give it the closed-over tensor as an argument")  # fmt: skip
 
 
 def refuse_autocast(where: str) -> None:
