@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from fshard._torch.autograd_state import unviewed
+from fshard._torch.modes import current_dispatch_mode
 from fshard._util.cache import CACHE_SIZE
 from fshard.layout.mesh import Mesh
 from fshard.plan.batch.coalesce import buckets, coalesced, rounds, typed_step
@@ -257,7 +258,9 @@ def _send(
             return transport.all_gather(torch.cat([x.reshape(-1) for x in payloads]), group)
         case "all_reduce":
             flat = torch.cat([x.reshape(-1) for x in payloads])
-            return transport.all_reduce(flat, reduction, group, owned=True)
+            # Modes that trace have no rule for a collective that writes its operand.
+            owned = current_dispatch_mode() is None
+            return transport.all_reduce(flat, reduction, group, owned=owned)
         case "reduce_scatter":
             rows = torch.cat([x.reshape(len(group), -1) for x in payloads], 1)
             return transport.reduce_scatter(rows, reduction, group)

@@ -12,8 +12,7 @@ import torch
 import fshard as fs
 from fshard import Mesh, P
 from tests.helpers.gloo.harness import run_ranks
-from tests.helpers.ops.block_cases import sample
-from tests.partition.test_python_state import traces_of
+from tests.helpers.ops.block_cases import sample, traces_of
 
 MESH = Mesh(dp=2)
 

@@ -18,6 +18,7 @@ import fshard as fs
 from fshard import Mesh
 from fshard.partition.partition import Partition
 from fshard.partition.python_state import PythonState
+from tests.helpers.ops.block_cases import traces_of
 
 MESH = Mesh(dp=2)
 scale: Any = 2.0
@@ -29,11 +30,6 @@ def _restore_globals() -> Any:
     yield
     set_scale(2.0)
     table["shift"] = 1.0
-
-
-def traces_of(part: Partition) -> int:
-    """Return the number of traces that a partitioned function has made."""
-    return len(part._traces.traces)
 
 
 def check_sees(fn: Callable[..., Any], change: Callable[[], Any], *args: Any) -> Partition:

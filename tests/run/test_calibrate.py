@@ -38,8 +38,8 @@ def test_calibrate_requires_a_mesh() -> None:
     with pytest.raises(ShardingError) as caught:
         fs.calibrate("x")  # type: ignore[arg-type]
     assert str(caught.value) == spec_grid.message(
-        "fs.calibrate", "a mesh of 'x'", "its argument must be a Mesh",
-        "fs.calibrate(fs.Mesh(dp=2, tp=4))")  # fmt: skip
+        "fs.calibrate", "a mesh of type str", "a mesh must be a fs.Mesh", "fs.Mesh(dp=2, tp=4)"
+    )
 
 
 def moved(n: int) -> list[Traffic]:

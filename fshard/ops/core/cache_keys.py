@@ -29,7 +29,7 @@ class _List(tuple[Any, ...]):
         return tuple.__hash__(self) ^ 1
 
 
-class _Number(tuple[Any, ...]):
+class _TypedNumber(tuple[Any, ...]):
     """Key of a number: its type and its value."""
 
     __slots__ = ()
@@ -52,7 +52,7 @@ def freeze(value: Any) -> Any:
         return tuple((name, freeze(item)) for name, item in value.items())
     if kind in (bool, int, float, complex):
         # repr distinguishes 0.0 from -0.0, and makes NaN equal to itself.
-        return _Number((kind, repr(value) if kind in (float, complex) else value))
+        return _TypedNumber((kind, repr(value) if kind in (float, complex) else value))
     return freeze(concrete_number(value)) if kind in _SYMBOLS else value
 
 
@@ -65,7 +65,7 @@ def concrete_number(value: Any) -> Any:
 def unfreeze(value: Any) -> Any:
     """Return the argument of a key; a mapping comes back as a tuple of items."""
     kind = type(value)
-    if kind is _Number:
+    if kind is _TypedNumber:
         number = value[1]
         return value[0](number.strip("()")) if isinstance(number, str) else number
     if kind is _List:

@@ -68,3 +68,8 @@ def mlp(p: blocks.Params, x: torch.Tensor) -> torch.Tensor:
 
 
 MLP_PARAMS = blocks.make_params({"a": (8, 16), "b": (16, 8)}, 5)
+
+
+def traces_of(part: fs.Partition) -> int:
+    """Return the number of traces that a partitioned function has made."""
+    return len(part._traces.traces)

@@ -195,12 +195,13 @@ def test_invalid_negative_indices_are_refused(wrong: int) -> None:
 def test_value_dependent_shapes_are_refused() -> None:
     """The error names replacements."""
     spec = fs.Spec(MESH, fs.P("x"), shape=(4,), dtype=torch.float64)
-    for op in (torch.nonzero, aten.unique_consecutive, aten.argwhere):
+    for op in (torch.nonzero, aten.unique_consecutive):
         with pytest.raises(ShardingError) as error:
             propagate(op, spec)
         assert str(error.value).partition("\n")[2] == (
             "  given: float64[4]\n"
             "  rule:  the shape of its result depends on values, but a layout must have a shape\n"
-            "  fix:   compute with a mask and torch.where; a size argument, where it has one, "
-            "fixes the shape; fs.unshard returns the global tensor"
+            '  fix:   fs.apply(op, pair, mode="auto") runs it on unsharded values; in a function '
+            "for fs.partition a mask and torch.where, torch.nonzero_static(x, size=n), "
+            "repeat_interleave(x, repeats, output_size=n); fs.shard_map in its place"
         )
