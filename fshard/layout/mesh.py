@@ -427,7 +427,6 @@ def _shape(mesh: Mesh) -> Mapping[str, int]:
     return MappingProxyType(dict(zip(mesh.axes, mesh.sizes, strict=True)))
 
 
-@lru_cache(maxsize=64)
 def check_is_mesh(mesh: object, where: str) -> None:
     """Raise `ShardingError` unless a value is a `Mesh`; the fix for a `DeviceMesh` is its mesh."""
     if isinstance(mesh, Mesh):
@@ -440,6 +439,7 @@ def check_is_mesh(mesh: object, where: str) -> None:
     fail(where, f"a mesh of type {type(mesh).__name__}", "a mesh must be a fs.Mesh", fix)
 
 
+@lru_cache(maxsize=64)
 def _ranks(mesh: Mesh) -> range | tuple[int, ...]:
     first, last = min(mesh.devices), max(mesh.devices)
     dense = last - first + 1 == len(mesh.devices)

@@ -24,7 +24,7 @@ from fshard.run.global_tensors import check_sharding, shard, shards_of
 from fshard.run.transports.base import Transport
 from fshard.spmd.in_specs import Argument, DimSpec, PathSpec
 from fshard.spmd.mesh_scope import Scope
-from fshard.spmd.types import format_axes
+from fshard.spmd.types import UNSEEN, format_axes
 
 LOCAL_OF_PAIR = operator.attrgetter("local")
 
@@ -108,11 +108,11 @@ def plan_arguments(
     scope: Scope,
     transport: Transport | None,
     redistribute_inputs: bool,
-    compare_gradients: bool,
+    typed: bool,
 ) -> tuple[Argument, ...]:
     """Return how every argument becomes a local; raise `ShardingError` with all failures.
 
-    With `compare_gradients` a simulation raises for gradients that differ between ranks.
+    A simulation raises for gradients that differ between ranks, whether types are tracked or not.
     """
 
     def plan(path: str, leaf: Any, value: Any) -> Argument:
@@ -127,13 +127,14 @@ def plan_arguments(
             check_sharding(value, spec)
             if transport is None:
                 shards = partial(shards_of, spec=spec)
-                if not compare_gradients:
+                if not (value.requires_grad and torch.is_grad_enabled()):
                     return Argument(path, spec, shards)
-                return Argument(path, spec, lambda x: same_gradients(where, path, spec, shards(x)))
-            if opaque := opaque_problem(value, f"with {_describe(leaf)} a value that"):
-                raise_if(where, [opaque])
+                compared = partial(same_gradients, where, path, spec, typed)
+                return Argument(path, spec, lambda x: compared(shards(x)))
             return Argument(path, spec, lambda x: shard(x, spec).local)
         if not isinstance(leaf, PartitionSpec) or leaf.axes:
+            if opaque := opaque_problem(value, f"with {_describe(leaf)} a value that"):
+                raise_if(where, [opaque])
             fail(where, f"a value of type {type(value).__name__} with {_describe(leaf)}",
                  "only tensors and pairs can be sharded",
                  "torch.as_tensor(x) of an array; None, or P() for a number")  # fmt: skip
@@ -144,7 +145,7 @@ def plan_arguments(
 
 
 def same_gradients(
-    where: str, path: str, spec: Spec, shards: tuple[torch.Tensor, ...]
+    where: str, path: str, spec: Spec, typed: bool, shards: tuple[torch.Tensor, ...]
 ) -> tuple[torch.Tensor, ...]:
     """Return shards whose gradients must be equal along the axes that `spec` omits."""
     mesh, p = spec.mesh, spec.partition
@@ -152,12 +153,13 @@ def same_gradients(
     ranks, along = list(mesh.ranks), format_axes(axes)
 
     def refuse(first: int, other: int) -> None:
+        rule = f"along {', '.join(axes)}, which the spec omits, a gradient must be equal: "
+        fix = f"fs.pcast({path}, {along}, to='varying') before its use"
         fail(where,
              f"{path}: gradients that differ on ranks {ranks[first]} and {ranks[other]}",
-             f"along {', '.join(axes)}, which the spec omits, a gradient must be equal: "
-             "check=False sums none, and under torchrun every rank keeps its part",
-             f"fs.pcast({path}, {along}, to='varying') before its use; or check=True, which "
-             "inserts it")  # fmt: skip
+             rule + (UNSEEN if typed else
+                     "check=False sums none, and under torchrun every rank keeps its part"),
+             fix if typed else f"{fix}; or check=True, which inserts it")  # fmt: skip
 
     groups = [[ranks.index(rank) for rank in group] for group in mesh.groups(axes)] if axes else []
     return with_equal_gradients(shards, groups, refuse)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +23,8 @@ from fshard.layout.tree import (
     append_cache_key,
     broadcast_prefix,
     flatten,
-    paths,
     opaque_problem,
+    paths,
     unflatten,
 )
 from fshard.run.autograd.replicate import replicate_shards
@@ -43,7 +44,7 @@ from fshard.spmd.boundary import (
 from fshard.spmd.in_specs import ArgSignature, Argument, PathSpec, match_specs
 from fshard.spmd.mesh_scope import Scope, check_check, local_map_scope, shard_map_scope
 from fshard.spmd.simulated_map import check_untransformed, map_ranks, run_body
-from fshard.spmd.tracking.out_spec_check import NonTensor, non_tensor_problem
+from fshard.spmd.tracking.out_spec_check import NonTensor, check_replicas, non_tensor_problem
 from fshard.spmd.tracking.tracker import Tracker
 from fshard.spmd.tracking.typed_body import (
     check_inner,
@@ -56,6 +57,8 @@ from fshard.spmd.tracking.typed_body import (
 )
 
 Key = tuple[Any, ...]
+MAP_RECORDER = ContextVar[Callable[..., Any] | None]("fshard_map_recorder", default=None)
+"""Function of a `MappedFunction`, args and kwargs that a trace calls in the place of a call."""
 
 TENSOR = object()
 """Stands for a tensor among the leaves of a rank's result."""
@@ -150,12 +153,30 @@ class MappedFunction:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call; with `check="collectives"` its collectives are compared."""
+        recorder = MAP_RECORDER.get()
+        if recorder is not None:
+            return recorder(self, args, kwargs)
         outer = current_axes()
         if self.check != "collectives":
             return self._call(args, kwargs, outer)
         mesh = self.mesh or (outer and outer.mesh)
         with checked_collectives(mesh) if mesh else nullcontext():
             return self._call(args, kwargs, outer)
+
+    def with_body(self, fn: Callable[..., Any]) -> MappedFunction:
+        """Return `fn`, which has the same parameters, mapped with the same options."""
+        other = MappedFunction(
+            fn, "", self.mesh, self.in_specs, self.out_specs, self.axis_names,
+            redistribute_inputs=self.redistribute_inputs, check=self.check)  # fmt: skip
+        other.where, other.signature = self.where, self.signature
+        return other
+
+    def specs_of_arguments(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Spec | None, ...]:
+        """Return the specs of the leaves of global arguments, None for those without one."""
+        arguments = self._plan(args, kwargs, None, None).arguments
+        return tuple([arg.spec for arg in arguments or ()])
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], outer: BoundAxes | None) -> Any:
         """Look up or make the plan, and run the call as every rank or as this one."""
@@ -204,7 +225,7 @@ class MappedFunction:
             self.checked[treedef, scope] = None
         arguments = None
         if transport is None or transport.rank in scope.mesh:
-            options = self.redistribute_inputs, self.check is False
+            options = self.redistribute_inputs, self.check is not False
             arguments = plan_arguments(self.where, path_specs, values, scope, transport, *options)
         return BoundaryPlan(scope, treedef, transport is not None, bool(pairs), arguments)
 
@@ -264,9 +285,8 @@ class MappedCall:
         check_untransformed(self.function.where)
         columns, ranks = self.locals_(), self.scope.mesh.ranks
         rows = list(zip(*columns, strict=True)) if columns else [()] * len(ranks)
-        share = self.share_closure if self.function.check is False else replicate_shards
         fn, check = self.function.fn, self.check_agreement
-        outs = map_ranks(self.scope, self.body, rows, fn, check, share)
+        outs = map_ranks(self.scope, self.body, rows, fn, check, self.share_closure)
         returned = list(map(self.returned.__getitem__, ranks))
         return self.assemble(returned, list(zip(*outs, strict=True)), None)
 
@@ -284,7 +304,9 @@ class MappedCall:
     def share_closure(self, x: torch.Tensor, n: int) -> tuple[torch.Tensor, ...]:
         """Return a tensor that the function closes over for every rank; gradients are compared."""
         spec = Spec(self.scope.mesh, PartitionSpec(), shape=x.shape, dtype=x.dtype)
-        return same_gradients(self.function.where, "closure", spec, replicate_shards(x, n))
+        typed = self.function.check is not False
+        shards = replicate_shards(x, n)
+        return same_gradients(self.function.where, "closure", spec, typed, shards)
 
     def locals_(self) -> tuple[Any, ...]:
         """Return the locals of the arguments that have a spec: of all ranks, or of this one."""
@@ -324,6 +346,8 @@ class MappedCall:
         tree = trees.get(tuple(key))
         if tree is None:
             tensors = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
+            problems = map(opaque_problem, leaves, paths(result, "result"))
+            raise_if(self.function.where, [problem for problem in problems if problem is not None])
             tree = trees[tuple(key)] = ResultTree(flatten(result)[1], tensors)
         ys = tuple([leaves[index] for index in tree.tensor_indices])
         for index in tree.tensor_indices:
@@ -346,8 +370,6 @@ class MappedCall:
         where, ranks = self.function.where, self.scope.mesh.ranks
         first, leaves = self.returned[ranks[0]]
         for rank in ranks:
-            problems = map(opaque_problem, leaves, paths(result, "result"))
-            raise_if(self.function.where, [problem for problem in problems if problem is not None])
             tree, others = self.returned[rank]
             if tree is first and len(leaves) == len(first.tensor_indices):
                 continue
@@ -377,6 +399,10 @@ class MappedCall:
         specs = self.function.result_specs.get(key)
         if specs is None:
             specs = self.function.result_specs[key] = self.specs(tree, leaves, columns, transport)
+        if transport is None and self.function.check is not False:
+            path_specs = self.function.specs_of(tree)
+            path_specs = tuple(map(path_specs.__getitem__, tree.tensor_indices))
+            check_replicas(self.function.where, path_specs, specs, columns)
         tensors: list[Any] = list(map(Sharded, columns, specs))
         if not self.plan.pairs:
             with pause_types(self.outer):

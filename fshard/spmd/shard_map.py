@@ -66,9 +66,10 @@ def shard_map(
     Values that the host reads off varying tensors (`if`, `.item()`) are allowed, on all ranks
     alike: results that must be equal are then compared by value. Types do not see text (`str(x)`),
     errors that some ranks catch, tensor hooks, other threads, and containers that other code
-    changes; `check="values"` compares results whatever they depend on. With `check=False` the body
-    may write into its arguments, also into memory that the caller shares with them, such as a
-    pair's.
+    changes. A simulation therefore compares all results and gradients that must be equal, up to
+    rounding. Under `torchrun` the comparison communicates, and only `check="values"` compares
+    results whatever they depend on. With `check=False` the body may write into its arguments, also
+    into memory that the caller shares with them, such as a pair's.
 
     In the body of another `shard_map` further axes of the same mesh are mapped. An argument is then
     a value that this rank holds unsharded; it is sharded among the ranks that differ in the further

@@ -29,6 +29,11 @@ State = tuple[str, str]
 VARYING: State = ("varying", "")
 CONTROL_DEPENDENT: State = ("varying", "by control")
 
+UNSEEN = (
+    "types show no difference, which may enter by text, caught errors, hooks, threads or containers"
+)
+"""Clause of errors for values that differ between ranks though their types are invariant."""
+
 CASTS = {
     ("invariant", "varying"),
     ("invariant", "reduced"),

@@ -206,7 +206,7 @@ def test_all_bad_results_are_listed() -> None:
 
 KNOWN = "the options are in_specs=, out_specs=, mesh=, axis_names=, redistribute_inputs=, check="
 OPTIONS: list[tuple[dict[str, Any], str, str, str]] = [
-    ({"mesh": {"x": 2}}, "mesh={'x': 2}", "mesh must be a fs.Mesh", "mesh=fs.Mesh(x=2)"),
+    ({"mesh": {"x": 2}}, "a mesh of type dict", "a mesh must be a fs.Mesh", "fs.Mesh(dp=2, tp=4)"),
     ({"mesh": Mesh()}, "mesh=Mesh()", "there must be at least one axis to map",
      "mesh=fs.Mesh(x=1)"),
     ({"axis_names": "x"}, "axis_names='x'",

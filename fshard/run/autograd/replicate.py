@@ -12,6 +12,7 @@ import torch
 
 from fshard._torch.functorch import apply_function
 from fshard._torch.legacy_vmap import map_batch_dims
+from fshard.run.transports.shape_only import is_abstract
 
 
 class _Spread(torch.autograd.Function):
@@ -87,11 +88,14 @@ class _EqualGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        for first, *rest in ctx.groups:
-            for i in rest:
-                if not _are_close(grads[first].detach(), grads[i].detach()):
-                    ctx.refuse(first, i)
-        return None, None, *grads
+        def compare(xs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+            for first, *rest in () if is_abstract(xs[0]) else ctx.groups:
+                for i in rest:
+                    if not are_close(xs[first], xs[i]):
+                        ctx.refuse(first, i)
+            return xs
+
+        return None, None, *map_batch_dims(compare, grads)
 
 
 Groups = Sequence[Sequence[int]]
@@ -109,11 +113,19 @@ def with_equal_gradients(
     return xs
 
 
-def _are_close(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return True if tensors differ by rounding at most: ranks may add in another order."""
-    if a.layout is not torch.strided or not (a.is_floating_point() or a.is_complex()):
+def are_close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return True if tensors of one shape and dtype differ by rounding at most.
+
+    Ranks may add in another order. Sparse tensors are not compared.
+    """
+    if a is b or a.layout is not torch.strided or torch.equal(a, b):
         return True
+    if not (a.is_floating_point() or a.is_complex()):
+        return False
+    a, b = a.detach(), b.detach()
+    if a.dtype.itemsize == 1:
+        a, b = a.float(), b.float()
     tolerance = torch.finfo(a.dtype).eps ** 0.5
-    scale = float(a.abs().amax()) if a.numel() else 0.0
+    scale = float(a.abs().amax())
     limit = tolerance * scale if scale < torch.inf else tolerance
     return torch.allclose(a, b, rtol=tolerance, atol=limit, equal_nan=True)

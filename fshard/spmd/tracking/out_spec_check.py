@@ -8,23 +8,30 @@ depend on such a predicate are compared.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
 
 from fshard._torch.modes import DisableTorchFunction
+from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import Problem, raise_if
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
+from fshard.layout.spec import Spec
+from fshard.run.autograd.replicate import are_close
 from fshard.run.transports.base import Label, current_transport, labelled
+from fshard.run.transports.shape_only import is_abstract
 from fshard.run.value_digest import value_digest
 from fshard.spmd.collectives.gather_scatter import all_gather
 from fshard.spmd.collectives.pcast import cast_by
+from fshard.spmd.in_specs import PathSpec
 from fshard.spmd.tracking.control_casts import ExitControl
 from fshard.spmd.tracking.tracker import Tracker, has_gradient
 from fshard.spmd.types import (
     CONTROL_DEPENDENT,
+    UNSEEN,
     VARYING,
     State,
     States,
@@ -214,6 +221,39 @@ def check_values(
                     raise_if(where, [problem], same_on_all_ranks=True)
 
 
+def check_replicas(
+    where: str,
+    path_specs: Sequence[PathSpec],
+    specs: Sequence[Spec],
+    results: Sequence[Sequence[torch.Tensor]],
+) -> None:
+    """Raise `ShardingError` if results of a simulation that must be equal differ beyond rounding.
+
+    Types have shown them to be equal, but for what types do not see.
+
+    Args:
+        where: function, for errors.
+        path_specs: path and out spec of each result.
+        specs: spec of each result.
+        results: the shards of all ranks of each result.
+    """
+    for (path, _), spec, shards in zip(path_specs, specs, results, strict=True):
+        for i, j in () if is_abstract(shards[0]) else _replicas(spec):
+            if not are_close(shards[i], shards[j]):
+                ranks = spec.mesh.ranks[i], spec.mesh.ranks[j]
+                values = _first_difference(shards[i].detach(), shards[j].detach(), ranks)
+                rule, fix = _equality_rule(_equal_along(spec.partition, spec.mesh.axes), RESULTS)
+                raise_if(where, [Problem(f"{path}: {values}", f"{rule}; {UNSEEN}", fix)])
+
+
+@lru_cache(maxsize=CACHE_SIZE)
+def _replicas(spec: Spec) -> tuple[tuple[int, int], ...]:
+    """Return pairs of positions in rank order: the first rank that holds a shard, and another."""
+    ranks, axes = list(spec.mesh.ranks), _equal_along(spec.partition, spec.mesh.axes)
+    groups = spec.mesh.groups(axes) if axes else ()
+    return tuple((ranks.index(group[0]), ranks.index(r)) for group in groups for r in group[1:])
+
+
 def _non_tensor_difference(
     mesh: Mesh,
     axes: Sequence[str],
@@ -280,18 +320,22 @@ def _difference(
     gathered = all_gather(promise.x.detach().to(device), mesh.axes, mesh=mesh).cpu()
     for group in groups:
         for i in group[1:]:
-            a, b = gathered[group[0]], gathered[i]
-            differ = ((a != b) & ~((a != a) & (b != b))).reshape(-1)
-            if differ.any():
-                flat = int(differ.nonzero()[0])
-                index = tuple(int(n) for n in torch.unravel_index(torch.tensor(flat), a.shape))
-                value, other = a.reshape(-1)[flat].item(), b.reshape(-1)[flat].item()
-                values = (
-                    f"{promise.path}: element {index} is {value} on rank {mesh.devices[group[0]]} "
-                    f"and {other} on rank {mesh.devices[i]}"
-                )
-                return Problem(values, rule, fix)
+            ranks = mesh.devices[group[0]], mesh.devices[i]
+            values = _first_difference(gathered[group[0]], gathered[i], ranks)
+            if values:
+                return Problem(f"{promise.path}: {values}", rule, fix)
     return None
+
+
+def _first_difference(a: torch.Tensor, b: torch.Tensor, ranks: tuple[int, int]) -> str:
+    """Return a description of the first element that differs between two ranks, or ""."""
+    differ = ((a != b) & ~((a != a) & (b != b))).reshape(-1)
+    if not differ.any():
+        return ""
+    flat = int(differ.nonzero()[0])
+    index = tuple(int(n) for n in torch.unravel_index(torch.tensor(flat), a.shape))
+    value, other = a.reshape(-1)[flat].item(), b.reshape(-1)[flat].item()
+    return f"element {index} is {value} on rank {ranks[0]} and {other} on rank {ranks[1]}"
 
 
 def _equality_rule(along: Sequence[str], subject: str) -> tuple[str, str]:
