@@ -91,9 +91,10 @@ class Partition:
         *,
         drop_writes: bool = False,
         where: str = "",
+        hold: tuple[str, ...] = (),
     ) -> None:
         self.fn, self.mesh, self.in_specs, self.out_specs = (fn, mesh, in_specs, out_specs)
-        self.params, self.drop_writes = params, drop_writes
+        self.params, self.drop_writes, self.hold = params, drop_writes, hold
         self.where = where or f"fs.partition({name_of(fn)})"
         self.topology = as_topology("fs.partition", topology, meshes=(mesh,))
         self._calls: dict[Any, NumberVariants] = BoundedDict()
@@ -270,7 +271,8 @@ class Partition:
         requested += [inputs[index][0] if index in written else None for index in traced.written]
         assignment, outputs, out_specs, grad = self._fastest_assignment(
             traced.graph, inputs, signature, requested, count,
-            [type(leaves[index]) for index in numbers])  # fmt: skip
+            [type(leaves[index]) for index in numbers],
+            sum(map(bool, specs[: flatten([*args[:1]])[1].num_leaves])))  # fmt: skip
         targets = {assignment.inputs[index] for index in written}
         _copy_aliased_results(assignment, outputs, count, targets)
         for index, value in zip(traced.written, outputs[count:], strict=True):
@@ -289,6 +291,7 @@ class Partition:
     def _fastest_assignment(
         self, graph: fx.GraphModule, inputs: Sequence[tuple[Spec, bool]],
         signature: CallSignature, requested: Sequence[Any], count: int, numbers: Sequence[type],
+        params: int,
     ) -> tuple[Assignment, list[Any], list[Spec | None], bool]:  # fmt: skip
         """Lay out a graph with and without hints that shard replicated values; take the faster.
 
@@ -302,6 +305,7 @@ class Partition:
             requested: the layout of every result, None where there is none.
             count: number of results; the outputs after them are final values of arguments.
             numbers: the types of the symbolic numbers.
+            params: number of tensors of the first argument, which `hold` is of.
 
         Returns:
             The lines, the value ids of the results, their specs, and True if one has a gradient.
@@ -312,7 +316,7 @@ class Partition:
         for shard_replicated in (True, False) if hints else (False,):
             assigner = LayoutAssigner(self.mesh, self.topology, signature.grad_enabled,
                                       signature.device, hints, shard_replicated)  # fmt: skip
-            results = assigner.assign(graph, inputs, numbers)
+            results = assigner.assign(graph, inputs, numbers, [self.hold] * params)
             assignment = assigner.assignment
             outputs, specs, grads = self._redistribute_results(assignment, results, requested)
             sources = [out for out, grad in zip(outputs, grads[:count], strict=False) if grad]
@@ -385,6 +389,7 @@ def partition(
     out_specs: Any = None,
     params: Any = None,
     topology: Topology | None = None,
+    hold: str | Sequence[str] = (),
 ) -> Partition:
     """Transform a function of one device into a local program with explicit collectives.
 
@@ -416,6 +421,9 @@ def partition(
             possibly unreduced.
         params: layouts of the first argument alone; `in_specs` are then those of the others.
         topology: the topology that layouts are costed on; None is one node.
+        hold: axes along which the tensors of `params` stay sharded where they are used, as in
+            tensor parallelism: activations are sent instead, also where the cost model prefers to
+            gather a weight (`explain()` says where). An operation that has no such rule gathers.
 
     Returns:
         A `Partition`: called with pairs it returns pairs, with global tensors global tensors. It is
@@ -468,4 +476,10 @@ def partition(
         run.__name__ = type(module).__name__
         # The signature of the module's forward, with its parameters in the place of `self`.
         run.__signature__ = inspect.signature(type(module).forward)  # type: ignore[attr-defined]
-    return Partition(run, mesh, in_specs, out_specs, params, topology)
+    axes = (hold,) if isinstance(hold, str) else tuple(hold)
+    mesh.check_axes(axes, "fs.partition: hold")
+    if axes and params is None:
+        fail("fs.partition", f"hold={hold!r} without params",
+             "the held tensors must be those of params",
+             "params=P(...), the layouts of the first argument")  # fmt: skip
+    return Partition(run, mesh, in_specs, out_specs, params, topology, hold=axes)

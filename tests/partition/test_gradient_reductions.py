@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from typing import Any
 
@@ -110,3 +111,57 @@ def test_network_has_the_minimum_cut_nearest_to_the_source() -> None:
 
         sides = [{"reduced", *s} for n in range(5) for s in itertools.combinations(range(4), n)]
         assert cut(side) == min(map(cut, sides))
+
+
+def test_norms_of_a_list_are_reduced_in_one_launch() -> None:
+    torch.manual_seed(0)
+    grads = [torch.randn(s, dtype=torch.float64) for s in ((8, 4), (8,), (4, 8), (2,))]
+    for order, launches in ((2.0, 1), (1.0, 4), (math.inf, 4)):
+        norms = lambda xs, order=order: torch._foreach_norm(xs, order)  # noqa: E731
+        part = fs.partition(norms, mesh=Mesh(x=2), in_specs=(P("x"),), out_specs=P())
+        assert part.trace(grads).cost().launches <= launches
+        torch.testing.assert_close(part(grads), norms(grads))
+    total = fs.partition(
+        lambda xs: torch.nn.utils.get_total_norm(xs, foreach=True), mesh=Mesh(x=2),
+        in_specs=(P("x"),))  # fmt: skip
+    assert total.trace(grads).cost().launches == 1
+    torch.testing.assert_close(total(grads), torch.nn.utils.get_total_norm(grads))
+
+
+# -- held parameters ----------------------------------------------------------------------------
+
+
+def layers(params: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """Run layers of a gated perceptron with normalization and residuals."""
+    for up, down in zip(params[::2], params[1::2], strict=True):
+        hidden = torch.nn.functional.rms_norm(x, (x.shape[-1],))
+        x = x + torch.nn.functional.silu(hidden @ up) @ down
+    return x
+
+
+def test_held_parameters_stay_sharded_where_they_are_used() -> None:
+    """More activations than parameters: gathering the weights would send less."""
+    mesh, count = Mesh(dp=2, tp=2), 3
+    params = [
+        torch.empty(shape, device="meta", requires_grad=True)
+        for _ in range(count) for shape in ((1024, 4096), (4096, 1024))
+    ]  # fmt: skip
+    specs = [P(None, "tp"), P("tp")] * count
+    x = torch.empty(2**16, 1024, device="meta")
+    gathered = []
+    for hold in ((), "tp"):
+        part = fs.partition(layers, mesh=mesh, params=specs, in_specs=(P("dp"),), hold=hold)
+        call = part.trace(params, x)
+        inputs = set(call._inputs[: len(params)])
+        moves = [line for line in call.lines if isinstance(line, Redistribution)]
+        sent = [move for move in moves if not move.program.is_local]
+        gathered.append([move for move in sent if move.source.value in inputs])
+    assert gathered[0]
+    assert not gathered[1]
+
+
+def test_held_axes_must_be_axes_of_the_mesh_with_params() -> None:
+    with pytest.raises(fs.ShardingError, match="the held tensors must be those of params"):
+        fs.partition(layers, mesh=CUBE, hold="a")
+    with pytest.raises(fs.ShardingError, match="hold"):
+        fs.partition(layers, mesh=CUBE, params=P(), hold=("a", "tp"))

@@ -18,6 +18,7 @@ from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
 from fshard.ops.core.call import Meta, OpCall, map_call, meta_results
 from fshard.ops.core.registry import register_decomposition
+from fshard.ops.rules.reduce.reduction_decompositions import root, wide
 from fshard.ops.strategy.axis_roles import AxisState, Role
 from fshard.ops.strategy.local_call import RankContext, flat, run_local
 from fshard.ops.strategy.strategy import Strategy
@@ -241,6 +242,20 @@ def _element_by_element(op: Any, *args: Any, **kwargs: Any) -> list[Any]:
 
 for _op in _ELEMENTWISE:
     register_decomposition(_op)(partial(_element_by_element, _op))
+
+
+@register_decomposition(torch.ops.aten._foreach_norm.Scalar)
+def _foreach_norm(
+    self: list[torch.Tensor],
+    ord: float = 2,  # noqa: A002
+    dtype: torch.dtype | None = None,
+) -> list[torch.Tensor]:
+    """Return norms whose sums of squares are stacked first, and so reduced in one launch."""
+    sizes = [(x if dtype is None else x.to(dtype)).abs() for x in self]
+    if ord != 2 or len({size.dtype for size in sizes}) > 1:
+        return _element_by_element(torch.ops.aten._foreach_norm.Scalar, self, ord, dtype=dtype)
+    squares = [wide(size).square().sum() for size in sizes]
+    return list(root(torch.stack(squares)).to(sizes[0].dtype).unbind())
 
 
 @register_decomposition(torch.ops.aten._foreach_addcmul.Tensor)

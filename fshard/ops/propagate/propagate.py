@@ -46,7 +46,7 @@ from fshard.ops.core.rule import rule as parse_rule
 from fshard.ops.core.sharding_lists import rule_from_shardings
 from fshard.ops.meta.result_metas import result_metas
 from fshard.ops.propagate.foreach import foreach_strategy, is_foreach
-from fshard.ops.propagate.select import select_strategy
+from fshard.ops.propagate.select import Held, select_strategy
 from fshard.ops.strategy.strategy import Strategy
 from fshard.ops.trace.trace import trace
 from fshard.program.cost.topology import Topology
@@ -153,12 +153,13 @@ def _only_operation(
 
 
 class _Options(NamedTuple):
-    """Options of `propagate`, and `local` and `hint` of `select_strategy`."""
+    """Options of `propagate`, and `local`, `hint` and `held` of `select_strategy`."""
 
     topology: Topology | None
     grad: bool
     local: bool = False
     hint: PartitionSpec | None = None
+    held: Held = frozenset()
 
 
 def strategy_for(
@@ -168,9 +169,10 @@ def strategy_for(
     topology: Topology | None,
     grad: bool,
     hint: PartitionSpec | None = None,
+    held: Held = frozenset(),
 ) -> Strategy:
-    """Return the strategy of `propagate`; its axes may also shard the result as `hint` says."""
-    strategy = _strategy(op, args, kwargs, _Options(topology, grad, hint=hint))
+    """Return the strategy of `propagate`, with `hint` and `held` of `select_strategy`."""
+    strategy = _strategy(op, args, kwargs, _Options(topology, grad, hint=hint, held=held))
     assert strategy is not None, f"{op}: all operands replicated is always possible"
     return strategy
 
@@ -198,12 +200,12 @@ def _strategy(
     metas, named = map_call(args, kwargs, Spec, Meta.of)
     overload = overload_of(op, metas, named)
     if is_foreach(functional := functional_of(overload)):
-        unhinted = options._replace(hint=None)
+        unhinted = options._replace(hint=None, held=frozenset())
         strategy_of = lambda op, args, kwargs: _strategy(op, args, kwargs, unhinted)  # noqa: E731
         return foreach_strategy(functional, args, kwargs, specs, strategy_of, grad=options.grad)
     call, tree = call_and_tree(overload, metas, named)
     return select_strategy(call, tree, rule_of(call), specs, topology, grad=options.grad,
-                           local=options.local, hint=options.hint)  # fmt: skip
+                           local=options.local, hint=options.hint, held=options.held)  # fmt: skip
 
 
 def _check_mesh(op: Any, specs: Sequence[Spec]) -> None:

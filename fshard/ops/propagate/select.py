@@ -30,6 +30,10 @@ RELATIVE_TOLERANCE = 0.999
 """Strategies that could be faster by less than a thousandth are not looked for."""
 
 
+Held = frozenset[tuple[int, str]]
+"""Indices of operands and axes along which they stay sharded."""
+
+
 class _Option(NamedTuple):
     """A role of one axis, its cost, and True if it sends.
 
@@ -52,6 +56,7 @@ def select_strategy(
     grad: bool,
     local: bool = False,
     hint: PartitionSpec | None = None,
+    held: Held = frozenset(),
 ) -> Strategy | None:
     """Return the fastest strategy of a call whose operands have the layouts `specs`.
 
@@ -64,12 +69,13 @@ def select_strategy(
         grad: leave out the roles whose gradients would be wrong.
         local: leave out strategies that send; None is returned if all do.
         hint: the partition that the first result is requested in later.
+        held: operands that must stay sharded along axes, where the rule has such a role.
     """
     mesh = specs[0].mesh
     lengths = factor_sizes(rule, call)
     hinted = _hinted_factors(call, rule, mesh, lengths, hint)
     layouts = Layouts(call, rule, mesh, specs, lengths)
-    axes = _options_by_axis(call, rule, specs, topology, lengths, grad, local, hinted)
+    axes = _options_by_axis(call, rule, specs, topology, lengths, grad, local, hinted, held)
 
     def combine(options: Sequence[_Option]) -> Strategy | None:
         """Return the strategy of one option per axis, None if no specs have these roles."""
@@ -136,6 +142,7 @@ def _options_by_axis(
     grad: bool,
     local: bool,
     hinted: Mapping[str, str],
+    held: Held,
 ) -> dict[str, list[_Option]]:
     """Return the options of every axis in the order of their costs."""
     mesh = specs[0].mesh
@@ -149,7 +156,8 @@ def _options_by_axis(
     for axis in mesh.axes:
         n, link, hint = mesh.shape[axis], topology.link(mesh, axis), hinted.get(axis)
         on_axis = tuple(by_name[axis] for by_name in states)
-        key = n, link, hint, on_axis
+        stays = frozenset(operand for operand, held_axis in held if held_axis == axis)
+        key = n, link, hint, stays, on_axis
         if key not in cached:
             # A lower bound for the results: all other axes may shard them.
             least = [(size * n // mesh.size, item) for size, item in results]
@@ -161,11 +169,16 @@ def _options_by_axis(
             context = _AxisContext(topology, link, n, on_axis, names, operands, sources, least,
                                    total * n / mesh.size, lengths, grad, local,
                                    [{} for _ in specs])  # fmt: skip
-            options = (
-                _option(role, index, context, role.factor is not None and role.factor == hint)
-                for index, role in enumerate(roles)
-            )
-            cached[key] = sorted((o for o in options if o), key=lambda option: option.cost)
+            keeping = [role for role in roles if all(role.operands[i] == on_axis[i]
+                       for i in stays if on_axis[i].name == "sharded")]  # fmt: skip
+            for choice in (keeping, roles) if stays else (roles,):
+                options = (
+                    _option(role, index, context, role.factor is not None and role.factor == hint)
+                    for index, role in enumerate(choice)
+                )
+                cached[key] = sorted((o for o in options if o), key=lambda option: option.cost)
+                if cached[key]:
+                    break
         by_axis[axis] = cached[key]
     return by_axis
 

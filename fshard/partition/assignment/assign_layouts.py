@@ -75,6 +75,7 @@ class LayoutAssigner:
         graph: fx.GraphModule,
         inputs: Sequence[tuple[Spec, bool]],
         numbers: Sequence[type] = (),
+        held: Sequence[tuple[str, ...]] = (),
     ) -> list[Any]:
         """Add the lines of a function's graph.
 
@@ -82,6 +83,7 @@ class LayoutAssigner:
             graph: the graph.
             inputs: for every tensor its spec, and True if its gradient is requested.
             numbers: the types of the numbers whose placeholders follow.
+            held: for the first tensors, axes along which they stay sharded where they are used.
 
         Returns:
             The results: `TensorVersions` and other values.
@@ -94,6 +96,8 @@ class LayoutAssigner:
             value = self.assignment.new_value()
             tensors.append(TensorVersions(spec, self.grad and requires_grad, {spec: value}))
             self.assignment.inputs.append(value)
+        for tensor, axes in zip(tensors, held, strict=False):
+            tensor.held = axes
         symbols = [ir.Number(self.assignment.new_value(), kind is float) for kind in numbers]
         self.assignment.inputs += [symbol.value for symbol in symbols]
         return self.run(graph, [*tensors, *symbols])
@@ -337,10 +341,11 @@ class LayoutAssigner:
         """Return the fastest strategy over the layouts that the operands have by now."""
         grad = self.grad and any(tensor.grad for tensor in operands)
         layouts = [list(tensor.available(self.grad)) for tensor in operands]
+        held = frozenset((i, axis) for i, x in enumerate(operands) for axis in x.held)
         combinations = itertools.islice(itertools.product(*layouts), MAX_COMBINATIONS)
         strategies = (
             strategy_for(op, *fill_call(args, kwargs, TensorVersions, specs), self.topology, grad,
-                         hint)
+                         hint, held)
             for specs in combinations
         )  # fmt: skip
         return min(strategies, key=lambda strategy: strategy.time)
@@ -358,6 +363,7 @@ class LayoutAssigner:
         lines.append(ir.Operation(out, strategy, *filled, single, node.name))
         grad = self.grad and any(tensor.grad for tensor in operands) and not has_no_gradient(op)
         results: list[TensorVersions | None] = []
+        held = operands[0].held if len(operands) == 1 else ()
         for index, spec in enumerate(strategy.out_specs):
             if spec is None:
                 results.append(None)
@@ -367,7 +373,7 @@ class LayoutAssigner:
                 value = self.assignment.new_value()
                 lines.append(ir.Pick(value, Ref(out), index))
             inexact = spec.dtype.is_floating_point or spec.dtype.is_complex
-            results.append(TensorVersions(spec, grad and inexact, {spec: value}))
+            results.append(TensorVersions(spec, grad and inexact, {spec: value}, held=held))
         return strategy.in_tree(results)
 
     def redistributed(self, tensor: TensorVersions, spec: Spec) -> int:

@@ -25,13 +25,14 @@ class TensorVersions:
     """Tensor of a graph with its layouts, each with the id of the value that has it.
 
     `spec` is its first layout, `grad` is True if it has a gradient. `no_grad_versions` are layouts
-    made under `no_grad`, reused only there.
+    made under `no_grad`, reused only there. Operations keep it sharded along the axes `held`.
     """
 
     spec: Spec
     grad: bool
     versions: dict[Spec, int]
     no_grad_versions: dict[Spec, int] = field(default_factory=dict)
+    held: tuple[str, ...] = ()
 
     def available(self, grad: bool) -> dict[Spec, int]:
         """Return the versions that can be used in the grad mode `grad`."""
