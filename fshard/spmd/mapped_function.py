@@ -213,6 +213,7 @@ class MappedFunction:
         values, treedef = flatten((args, kwargs))
         path_specs = self.matched.get(treedef)
         if path_specs is None:
+            self.signature.check(args, kwargs)
             path_specs = match_specs(self.where, self.signature, self.in_specs, args, kwargs)
             self.matched[treedef] = path_specs
         # The values decide who executes: a tuple of shards is a simulation, also inside a rank.
@@ -223,6 +224,11 @@ class MappedFunction:
         if (treedef, scope) not in self.checked:
             check_specs(self.where, scope, path_specs, self.out_specs)
             self.checked[treedef, scope] = None
+        if self.axis_names is None:  # local_map: None is the pair's layout
+            path_specs = tuple(
+                (path, value.spec if leaf is None and isinstance(value, Sharded) else leaf)
+                for (path, leaf), value in zip(path_specs, values, strict=True)
+            )
         arguments = None
         if transport is None or transport.rank in scope.mesh:
             options = self.redistribute_inputs, self.check is not False

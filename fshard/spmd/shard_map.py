@@ -100,7 +100,7 @@ def local_map(
     fn: Callable[..., Any] | None = None,
     /,
     *,
-    in_specs: Any,
+    in_specs: Any = None,
     out_specs: Any,
     mesh: Mesh | None = None,
     redistribute_inputs: bool = False,
@@ -109,7 +109,8 @@ def local_map(
 
     Args:
         fn: the function of local tensors; without it, a decorator is returned.
-        in_specs: as in `shard_map`.
+        in_specs: as in `shard_map`, but None, for all arguments or as a leaf, takes a pair's local
+            in the pair's layout; other values pass through.
         out_specs: as in `shard_map`.
         mesh: the mesh, for calls without a pair, whose results are global tensors. None takes the
             pairs' mesh.

@@ -357,6 +357,22 @@ def test_local_map_maps_pairs() -> None:
     assert double.__name__ == "double"
 
 
+def test_local_map_without_in_specs_takes_the_layouts_of_pairs() -> None:
+    mesh = Mesh(x=2)
+    spec = Spec(mesh, P("x"), shape=(5,), sizes={0: (3, 2)})
+    x = torch.arange(5.0, requires_grad=True)
+    pair, partial = fs.shard(x, spec), fs.shard(torch.ones(1), mesh, P(unreduced={"x"}))
+
+    def body(x: torch.Tensor, tree: Any, scale: float) -> torch.Tensor:
+        return x * fs.psum(tree["w"], "x") * scale
+
+    for in_specs in (None, (P("x"), None, None)):
+        mapped = fs.local_map(body, in_specs=in_specs, out_specs=spec)
+        y = fs.unshard(mapped(pair, {"w": partial}, 3.0))
+        assert y.tolist() == [0.0, 3.0, 6.0, 9.0, 12.0]
+        assert torch.autograd.grad(y.sum(), x, retain_graph=True)[0].tolist() == [3.0] * 5
+
+
 def test_local_map_redistributes_inputs() -> None:
     x = ints(4, 6).requires_grad_()
     value = pair_of(x, P("y", "x"), uneven="chunk")
