@@ -11,8 +11,8 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 __all__ = [
     "OpOverload", "OpOverloadPacket", "ScriptMethod", "TensorBase", "all_op_names", "builtin_of",
-    "is_query", "qualified_name", "registered_schemas", "resolve_overload", "schema_of",
-    "schema_or_none", "torch_decomposition",
+    "dereference", "is_query", "qualified_name", "reference_of", "registered_schemas",
+    "resolve_overload", "schema_of", "schema_or_none", "torch_decomposition",
 ]  # fmt: skip
 
 TensorBase = torch._C.TensorBase
@@ -41,6 +41,28 @@ def is_query(op: OpOverload[..., Any]) -> bool:
     """
     returns = schema_of(op).returns
     return bool(returns) and not any("Tensor" in str(result.type) for result in returns)
+
+
+def reference_of(op: Any) -> Any:
+    """Return the name of an `OpOverload`, which pickles, and any other value unchanged.
+
+    >>> reference_of(torch.ops.aten.sum.dim_IntList)
+    'aten::sum.dim_IntList'
+    """
+    return op.name() if isinstance(op, OpOverload) else op
+
+
+def dereference(reference: Any) -> Any:
+    """Return the value that `reference_of` returned the reference of.
+
+    >>> dereference("aten::relu")
+    <OpOverload(op='aten.relu', overload='default')>
+    """
+    if not isinstance(reference, str):
+        return reference
+    namespace, _, name = reference.partition("::")
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
 
 
 def registered_schemas(name: str) -> list[Any]:

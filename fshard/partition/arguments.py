@@ -110,6 +110,17 @@ def to_positional(
     return tuple(positional[:count])
 
 
+def importable(fn: Callable[..., Any], where: str) -> Callable[..., Any]:
+    """Return `fn`; raise `ShardingError` for a lambda or a function within another."""
+    name = getattr(fn, "__qualname__", "")
+    if "<" in name:
+        fail(where, f"a pickle of {name}",
+             "a function must be importable to be pickled: its pickle is its name",
+             "def it in a module, outside of functions, with all it needs as "
+             "arguments")  # fmt: skip
+    return fn
+
+
 def leaf_spec(
     leaf: Any, requested: Any, name: str, mesh: Mesh, problems: list[Problem]
 ) -> Spec | None:

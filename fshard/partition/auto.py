@@ -76,6 +76,12 @@ class Auto:
     time: float
     memory: int
     alternatives: tuple[tuple[str, PartitionSpec, float, int], ...]
+    _args: list[Any]
+    """The example arguments, with specs in the places of tensors."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (self.in_specs, self.partition, self.time, self.memory,
+                          self.alternatives, self._args)  # fmt: skip
 
     def explain(self) -> str:
         """Return the layout of every argument, the nearest alternatives, and every operation."""
@@ -99,6 +105,11 @@ class Auto:
     def __call__(self, *args: Any) -> Any:
         """Run the partitioned function on pairs or global tensors."""
         return self.partition(*args)
+
+
+def _rebuild(in_specs: list[Any], partition: Partition, *others: Any) -> Auto:
+    """Return an `Auto` from its pickle; the partitioned call is planned again."""
+    return Auto(in_specs, partition, partition.trace(*others[-1]), *others)
 
 
 def _cost_text(time: float, memory: int) -> str:
@@ -311,7 +322,11 @@ class _Search:
                 leaf = changed[0]
                 alternatives.append((self.names[leaf], choice[leaf], other_time, other_memory))
         nearest = tuple(sorted(alternatives, key=lambda item: item[2])[:MAX_ALTERNATIVES])
-        return Auto(unflatten(self.tree, list(best)), part, call, step, held, nearest)
+        specs = iter(call.in_specs)
+        args = [leaf if x.meta is None else next(specs)
+                for x, leaf in zip(self.leaves, flatten(self.args)[0], strict=True)]  # fmt: skip
+        return Auto(unflatten(self.tree, list(best)), part, call, step, held, nearest,
+                    unflatten(self.tree, args))  # fmt: skip
 
 
 def _orders(mesh: Mesh) -> list[tuple[tuple[str, ...], ...]]:

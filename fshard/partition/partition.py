@@ -60,7 +60,8 @@ class Partition:
 
     Called with pairs `(local, spec)` it returns pairs, called with global tensors global tensors.
     It is traced and planned once for every kind of arguments: trees, shapes, dtypes, layouts,
-    `requires_grad`, and values that are not tensors.
+    `requires_grad`, and values that are not tensors. The pickle of one with an importable function
+    has its options, and no plans.
 
     Attributes:
         fn: the function.
@@ -91,15 +92,23 @@ class Partition:
         *,
         drop_writes: bool = False,
         where: str = "",
+        module: torch.nn.Module | None = None,
         hold: tuple[str, ...] = (),
     ) -> None:
         self.fn, self.mesh, self.in_specs, self.out_specs = (fn, mesh, in_specs, out_specs)
-        self.params, self.drop_writes, self.hold = params, drop_writes, hold
+        self.params, self.drop_writes, self.module = params, drop_writes, module
+        self.hold = hold
         self.where = where or f"fs.partition({name_of(fn)})"
         self.topology = as_topology("fs.partition", topology, meshes=(mesh,))
         self._calls: dict[Any, NumberVariants] = BoundedDict()
         self._last: PartitionedCall | None = None
         self._traces = traces or FunctionTraces(fn, self.where)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        module = self.module
+        fn = arguments.importable(self.fn, self.where) if module is None else module
+        names = "mesh", "in_specs", "out_specs", "params", "topology", "hold"
+        return _rebuild, (fn, {name: getattr(self, name) for name in names})
 
     @skip_frames_below(OUTSIDE_OF_GRAPHS)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -482,4 +491,9 @@ def partition(
         fail("fs.partition", f"hold={hold!r} without params",
              "the held tensors must be those of params",
              "params=P(...), the layouts of the first argument")  # fmt: skip
-    return Partition(run, mesh, in_specs, out_specs, params, topology, hold=axes)
+    source = fn if isinstance(fn, torch.nn.Module) else None
+    return Partition(run, mesh, in_specs, out_specs, params, topology, module=source, hold=axes)
+
+
+def _rebuild(fn: Callable[..., Any], options: dict[str, Any]) -> Partition:
+    return partition(fn, **options)

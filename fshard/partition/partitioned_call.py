@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx
@@ -73,6 +73,11 @@ class PartitionedCall:
     _graphs: dict[int, fx.GraphModule] = field(default_factory=dict)
     _functions: dict[int, Callable[..., tuple[Any, ...]]] = field(default_factory=dict)
     _prepared: dict[str, list[run_lines.PreparedLine]] = field(default_factory=dict)
+
+    def __reduce__(self) -> NoReturn:
+        fail("pickle", "a PartitionedCall",
+             "a plan must be made in the process that runs it",
+             "pickle the Partition, and call trace(...) of its copy")  # fmt: skip
 
     @property
     def programs(self) -> tuple[Program, ...]:

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -73,6 +73,11 @@ class Pending:
         # A simulation ends with its ranks, and under `torch.func` only `wait()` launches.
         self._launched = not (torch.compiler.is_compiling() or is_simulated() or is_transformed())
         self.name, self.line = name, line
+
+    def __reduce__(self) -> NoReturn:
+        fail("pickle", f"a pending {self.name or 'program'}",
+             "a pending result belongs to the process that launched it",
+             "pickle pending.wait()")  # fmt: skip
 
     @property
     def waited(self) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import torch
 
 from fshard._torch.modes import DisableTorchFunction, without_dispatch_modes
-from fshard._torch.operators import schema_of, schema_or_none
+from fshard._torch.operators import dereference, reference_of, schema_of, schema_or_none
 from fshard._util.errors import ShardingError, fail
 from fshard.layout.spec import Spec
 
@@ -53,6 +53,10 @@ class OpCall:
     operands: tuple[Meta, ...]
     results: tuple[Meta | None, ...]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (reference_of(self.op), self.args, dict(self.kwargs), self.operands,
+                          self.results)  # fmt: skip
+
     @property
     def result(self) -> Meta:
         """First result, which must be a tensor."""
@@ -87,6 +91,10 @@ class OpCall:
                 return index if isinstance(value, Meta) else None
             index += len(instances_in(value, Meta))
         raise KeyError(name)
+
+
+def _rebuild(op: Any, *fields: Any) -> OpCall:
+    return OpCall(dereference(op), *fields)
 
 
 @dataclass(frozen=True, slots=True)

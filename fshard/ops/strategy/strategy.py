@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
+from fshard._torch.operators import dereference, reference_of
 from fshard._util.text import bytes_text, folded, time_text
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import Kinds, PartitionSpec, chunk_sizes
@@ -65,6 +66,11 @@ class Strategy:
     topology: Topology | None = field(repr=False)
     _alternatives: Callable[[], tuple[Strategy, ...]] = field(repr=False, default=tuple)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        values = [getattr(self, item.name) for item in fields(self)]
+        others = tuple(replace(x, _alternatives=tuple) for x in self.alternatives)
+        return _rebuild, (reference_of(self.op), *values[1:-1], others)
+
     @property
     def alternatives(self) -> tuple[Strategy, ...]:
         """Other strategies of the call, the fastest first; computed on access."""
@@ -110,6 +116,11 @@ class Strategy:
         return "\n".join(lines)
 
     __repr__ = __str__
+
+
+def _rebuild(op: Any, *values: Any) -> Strategy:
+    *others, alternatives = values
+    return Strategy(dereference(op), *others, lambda: alternatives)
 
 
 def has_unspecified_results(strategy: Strategy) -> bool:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from fshard._torch.operators import dereference, reference_of
 from fshard._util.errors import fail
 from fshard.ops.core.builders import all_modes, linear_modes, unread_modes, wrap_dim
 from fshard.ops.core.call import OpCall, argument
@@ -46,9 +47,16 @@ class ReshapeCall(LocalRewrite):
 
     op: Any
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reshape_call, (reference_of(self.op),)
+
     def call(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> LocalCall:
         """Return the call with the rank's shape."""
         return self.op, (args[0], list(ctx.shape())), {}
+
+
+def _reshape_call(reference: Any) -> ReshapeCall:
+    return ReshapeCall(dereference(reference))
 
 
 RESHAPES = """
