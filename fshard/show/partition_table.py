@@ -14,15 +14,20 @@ from fshard.partition.ir import (
     Line,
     Operation,
     Redistribution,
+    RegionCall,
     Write,
     backward_programs,
+    operands_of,
     specs_text,
 )
 from fshard.partition.partitioned_call import PartitionedCall, explain_partitioned_hook
 from fshard.program.cost.topology import Topology
 from fshard.program.program import Program
+from fshard.program.steps import AllGather
 from fshard.show.table import Column, Row, Table
 
+MAX_GATHERED = 4
+"""Most gathered arguments that get a note."""
 COLUMNS = (
     Column("", wrap=True), Column("spec", wrap=True), Column("forward", right=True),
     Column("backward", right=True),
@@ -36,7 +41,9 @@ def explain_partitioned(call: PartitionedCall, topology: Topology) -> Table:
     Rows under an argument, and above an operation, are the steps that redistribute it or its
     operands: `→` in the forward pass, `←` in the gradient's, with the bytes that the busiest rank
     sends. Steps that send nothing have no row. Arguments with one layout and the same
-    redistributions are one row. Notes list the launches that several values share.
+    redistributions are one row. Notes list the launches that several values share, and arguments
+    that were gathered: the modelled time of the operation, and of the fastest one that would have
+    kept their layout, both with the time to redistribute its operands and to reduce its results.
 
     >>> import torch
     >>> from fshard import Mesh, P, partition
@@ -70,8 +77,9 @@ def explain_partitioned(call: PartitionedCall, topology: Topology) -> Table:
     count = sum(isinstance(line, Operation | Factory) for line in call.lines)
     title = f"{plural(count, 'operation')} on {call.mesh}, topology {topology.title}"
     shown = len(COLUMNS) if call.grad else -1
+    notes = (*_coalesced(call), *_gathered(call))
     return Table(title, COLUMNS[:shown], tuple(row[:shown] for row in rows),
-                 tuple(row[:shown] for row in footer), tuple(_coalesced(call)))  # fmt: skip
+                 tuple(row[:shown] for row in footer), notes)  # fmt: skip
 
 
 def _coalesced(call: PartitionedCall) -> Iterator[str]:
@@ -88,6 +96,35 @@ def _coalesced(call: PartitionedCall) -> Iterator[str]:
         yield f"in {'one launch' if n == 1 else f'each of {n} launches'}: {text}"
 
 
+def _gathered(call: PartitionedCall) -> Iterator[str]:
+    """Yield notes on arguments that were gathered though an operation could use their layout."""
+    names = dict(zip(call._inputs, call.names, strict=True))
+    moves = {
+        line.out: line for line in call.lines
+        if isinstance(line, Redistribution) and line.source.value in names
+        and any(isinstance(step, AllGather) for step in line.program.steps)
+    }  # fmt: skip
+    count = 0
+    for line in call.lines:
+        if not isinstance(line, Operation):
+            continue
+        strategy = line.strategy
+        for value, index in zip(operands_of(line), range(len(strategy.in_specs)), strict=False):
+            if (move := moves.pop(value, None)) is None:
+                continue
+            dims = move.program.src.partition.dims
+            keeps = (x for x in strategy.alternatives if x.in_specs[index].partition.dims == dims)
+            other = next(keeps, None)
+            count += other is not None
+            if other is not None and count <= MAX_GATHERED:
+                times = f"{time_text(strategy.time)}, else {time_text(other.time)}"
+                yield f"{names[move.source.value]} gathered: {line.name} {times}"
+    if count:
+        yield "fs.partition(hold=axes) keeps params sharded" + (
+            f"; {count - MAX_GATHERED} more gathered" if count > MAX_GATHERED else ""
+        )
+
+
 def _line(line: Line, inputs: Sequence[int]) -> Iterator[Row]:
     match line:
         case Operation():
@@ -99,6 +136,8 @@ def _line(line: Line, inputs: Sequence[int]) -> Iterator[Row]:
         case CustomGradient():
             yield "custom backward", "", "", ""
             yield from _backward_rows(line, 1)
+        case RegionCall():
+            yield line.region.__name__, specs_text(line.region.out_specs), "", ""
         case Redistribution() if line.source.value not in inputs:
             yield from _move_rows(line, 1)
 
