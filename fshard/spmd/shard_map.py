@@ -32,7 +32,8 @@ def shard_map(
             sizes), or None for a value that passes through, the same object on every rank.
         out_specs: how the results are assembled; a tree prefix of them. Axes that a `P` mentions
             shard a dim, or are unreduced or reduced; along the others results must be equal. None
-            is for results other than tensors, which must be equal on every rank.
+            is for results other than tensors, which must be equal on every rank. Results are trees
+            of tuples, lists, dicts and registered classes (optree's, PyTorch's).
         mesh: the mesh; None takes the mesh of the enclosing `shard_map`.
         axis_names: a set or tuple of the axes to map; empty means all that are not mapped yet.
             Specs name mapped axes only. Along other axes every rank computes the same.

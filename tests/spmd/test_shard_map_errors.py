@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -377,3 +378,23 @@ def test_branch_that_some_ranks_take() -> None:
         mapped(torch.tensor([1.0, -1.0]))
     line = body.__code__.co_firstlineno + 1
     assert f" at {__file__}:{line}" in str(caught.value)
+
+
+@dataclass
+class Total:
+    value: torch.Tensor
+    count: int
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_results_are_trees_of_registered_classes(check: bool) -> None:
+    def call(read: Callable[[Total], Any]) -> Any:
+        mapped = fs.shard_map(
+            lambda x: read(Total(fs.psum(x, "x"), 3)),
+            mesh=Mesh(x=2), in_specs=P("x"), out_specs=P(), check=check,
+        )  # fmt: skip
+        return mapped(torch.ones(2))
+
+    with pytest.raises(ShardingError, match="given: result is a Total, with tensors in it"):
+        call(lambda total: total)
+    assert call(vars) == {"value": torch.tensor([2.0]), "count": 3}
