@@ -119,8 +119,9 @@ class Strategy:
 
 
 def _rebuild(op: Any, *values: Any) -> Strategy:
-    *others, alternatives = values
-    return Strategy(dereference(op), *others, lambda: alternatives)
+    alternatives = values[-1]
+    others: Any = (*values[:-1], lambda: alternatives)
+    return Strategy(dereference(op), *others)
 
 
 def has_unspecified_results(strategy: Strategy) -> bool:
