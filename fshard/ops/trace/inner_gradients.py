@@ -66,7 +66,7 @@ def _levels() -> tuple[int, int]:
     return transform_level() or 0, forward_ad_level()
 
 
-class _TraceMode(TorchFunctionMode):
+class TraceMode(TorchFunctionMode):
     """Mode that refuses calls no graph can hold; `where` is the name in its errors.
 
     `requires_grad` says for every argument if its gradient is requested, `outside` if the trace is
@@ -111,7 +111,7 @@ GRADIENT_OF_TRACE = (
 )
 
 
-class AboveAutograd(_TraceMode):
+class AboveAutograd(TraceMode):
     """Mode of a trace above autograd; raises `TakesGradients` for calls that need one below.
 
     Tensors do not require grad there; `x.requires_grad` returns the value it would have.
@@ -137,7 +137,7 @@ class AboveAutograd(_TraceMode):
         return out
 
 
-class BelowAutograd(_TraceMode):
+class BelowAutograd(TraceMode):
     """Mode of a trace below autograd; detaches results that have no graph in eager PyTorch.
 
     These are gradients without `create_graph`, and results under `no_grad`. Nothing is detached

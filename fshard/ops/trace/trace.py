@@ -51,6 +51,7 @@ from fshard.ops.trace.inner_gradients import (
     refuse_grads,
     refuse_hidden_gradients,
 )
+from fshard.ops.trace.mapped_regions import name_regions, recorded_regions
 from fshard.run.transports.divergence_report import raise_line, user_line
 
 _TRACE_LOCK = threading.RLock()
@@ -145,7 +146,7 @@ def trace(
         tracked = torch.is_grad_enabled()
         return trace_with(BelowAutograd(where, requires_grad, tracked, outside=outside))
 
-    with _TRACE_LOCK, without_dispatch_modes(), hidden:
+    with _TRACE_LOCK, without_dispatch_modes(), hidden, recorded_regions() as regions:
         try:
             with without_transforms():  # `grad` would wrap the results of factories
                 traced = trace_once(outside=True)
@@ -155,6 +156,7 @@ def trace(
     graph = traced.graph
     graph.graph.eliminate_dead_code(is_impure_node=has_effects)
     extract_backwards(graph, where)
+    name_regions(graph, regions)
     assign_draw_layouts(graph)
     return traced
 

@@ -33,6 +33,7 @@ from fshard.partition.ir import (
     Pick,
     Redistribution,
     Ref,
+    RegionCall,
     WaitBatch,
     Write,
     operands_of,
@@ -130,6 +131,10 @@ def rank_graph(
                 graph.call_function(SET_GRAD_ENABLED, (line.enabled,))
             case CustomGradient():
                 target = _NamedFunction(line.gradient.attach, "custom_gradient")
+                values = [env[ref.value] for ref in line.operands]
+                env[line.out] = graph.call_function(target, (values,))
+            case RegionCall():
+                target = _NamedFunction(line.region.__call__, "mapped_region")
                 values = [env[ref.value] for ref in line.operands]
                 env[line.out] = graph.call_function(target, (values,))
             case Copy():
@@ -251,6 +256,9 @@ def run_on_all_ranks(prepared: Sequence[PreparedLine], mesh: Mesh, env: dict[int
                 case CustomGradient():
                     outputs = line.gradient.attach([env[ref.value] for ref in line.operands])
                     env[line.out] = tuple(zip(*outputs, strict=True))
+                case RegionCall():
+                    locals_ = line.region([env[ref.value] for ref in line.operands])
+                    env[line.out] = tuple(zip(*locals_, strict=True))
                 case Copy():
                     env[line.out] = tuple([x.clone() for x in env[line.source.value]])
                 case Write():

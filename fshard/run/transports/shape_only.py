@@ -42,7 +42,7 @@ def is_abstract(x: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ShapeTransport:
-    """Transport that sends nothing: every result is an empty tensor of the right shape."""
+    """Transport that sends nothing: every result is zeros of the right shape."""
 
     rank: int
 
@@ -52,23 +52,23 @@ class ShapeTransport:
 
     def all_gather(self, x: torch.Tensor, group: Group) -> Finish:
         """Return a tensor with a new dim 0, one row per rank."""
-        return lambda: x.new_empty((len(group), *x.shape))
+        return lambda: x.new_zeros((len(group), *x.shape))
 
     def all_reduce(
         self, x: torch.Tensor, reduction: str, group: Group, *, owned: bool = False
     ) -> Finish:
         """Return a tensor of the same shape."""
-        return lambda: x.new_empty(x.shape)
+        return lambda: x.new_zeros(x.shape)
 
     def reduce_scatter(self, x: torch.Tensor, reduction: str, group: Group) -> Finish:
         """Return a tensor of the shape without dim 0."""
-        return lambda: x.new_empty(x.shape[1:])
+        return lambda: x.new_zeros(x.shape[1:])
 
     def all_to_all(
         self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: Group
     ) -> Finish:
         """Return a flat tensor of `sum(receive)` elements."""
-        return lambda: x.new_empty(sum(receive))
+        return lambda: x.new_zeros(sum(receive))
 
 
 def shape_transport(mesh: Mesh) -> ShapeTransport:
