@@ -16,18 +16,16 @@ import atexit
 import itertools
 import json
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from fshard._torch.process_groups import PrefixStore, default_store
+from fshard._torch.process_groups import PrefixStore
 from fshard._util.errors import ShardingError
 from fshard._util.text import one_line
 from fshard.layout.mesh import Mesh
@@ -56,11 +54,8 @@ from fshard.run.transports.rank_status import (
     arrived_ranks,
     stuck_ranks,
 )
-from fshard.run.transports.torch_distributed import (
-    BLOCKING,
-    ProcessWorld,
-    start_waiting,
-)
+from fshard.run.transports.rank_threads import start_waiting
+from fshard.run.transports.torch_distributed import BLOCKING, ProcessWorld
 
 T = TypeVar("T")
 
@@ -87,12 +82,13 @@ class _CheckedTransport:
         self.status = RankStatus()
         self.inside = False
         self.remark: Callable[[], str] = str
-        self.store: Any = PrefixStore(f"fshard {mesh.ranks} {world.start_count}", default_store())
+        store = world.listener.store
+        self.store: Any = PrefixStore(f"fshard {mesh.ranks} {world.start_count}", store)
         self.groups_with_keys: set[Group] = set()
         self.watched_groups: set[Group] = set()
         self.statuses: dict[int, RankStatus] = {}
         """The last known ones of other ranks."""
-        self.watch = ProcessWatch(world.listener)
+        self.watch = ProcessWatch(store, world.listener.key)
         self.watch.ended({0, *mesh.ranks})  # rank 0 may keep the store
 
     @property
@@ -162,7 +158,7 @@ class _CheckedTransport:
         """Write this rank's position; outside of a call it has returned unless it raises."""
         self.status.position, self.status.remark = position, self.remark()
         self.status.ended = ended or ("" if self.inside else "returned")
-        self.store.set(str(self.rank), json.dumps(asdict(self.status)))
+        self.store.set(str(self.rank), self.status.text())
 
     @contextmanager
     def _names_store(self, position: str, line: str = "") -> Iterator[None]:
@@ -171,7 +167,7 @@ class _CheckedTransport:
             yield
         except dist.DistError as error:
             positions = {self.rank: Position(position, line)}
-            keeper = self.world.listener.keeper if self.world.listener else "a process"
+            keeper = self.world.listener.keeper
             raise self._error_of_ended({0, *self.mesh.ranks}, positions) or stranded(
                 "the store of torch.distributed, in which ranks find each other, does not answer",
                 self.mesh,
@@ -337,18 +333,17 @@ class _CheckedTransport:
 
     def _watched(self, wait: Callable[[], T], group: Group, arrival: Arrival) -> T:
         """Return `wait()`, which the backend may not end if a process of the group has ended."""
-        done, results, errors = threading.Event(), list[T](), list[BaseException]()
+        results, errors = list[T](), list[BaseException]()
 
         def run() -> None:
             try:
                 results.append(wait())
             except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
                 errors.append(error)
-            done.set()
 
-        start_waiting(run)
+        done = start_waiting(run)
         ended_since: float | None = None
-        while not done.wait(WATCH_PAUSE):
+        while not done.acquire(timeout=WATCH_PAUSE):
             # A process may also have ended after its part of the collective.
             if self.watch.ended(group):
                 ended_since = ended_since or time.monotonic()

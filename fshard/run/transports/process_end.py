@@ -39,7 +39,7 @@ class Listener:
     """Socket of this process, which the system closes with it.
 
     Args:
-        store: the store of `torch.distributed`, where its address is written.
+        store: a connection to the store of `torch.distributed`, where its address is written.
         key: the key of a rank's address, with `{}` for the rank.
         rank: this process's rank.
         keeper: the process that keeps the store, for errors.
@@ -76,15 +76,20 @@ class ProcessWatch:
     """Connections to the listeners of other ranks.
 
     Args:
-        listener: this process's own, whose store has their addresses; None if there are none.
+        store: the store that has their addresses.
+        key: the key of a rank's address, with `{}` for the rank.
     """
 
-    def __init__(self, listener: Listener | None) -> None:
-        self.listener = listener
+    def __init__(self, store: Any, key: str) -> None:
+        self.store, self.key = store, key
         self.connections: dict[int, socket.socket] = {}
         self.is_local: dict[int, bool] = {}
         """True for a rank of this machine, once its address is known."""
         self.gone: set[int] = set()
+
+    def __del__(self) -> None:
+        for connection in self.connections.values():
+            connection.close()
 
     def ended(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """Return those of `ranks` whose processes have ended, and watch all from now on."""
@@ -105,12 +110,10 @@ class ProcessWatch:
 
     def _connect(self, rank: int) -> None:
         """Begin a connection to a rank that has written its address."""
-        if self.listener is None:
+        key = self.key.format(rank)
+        if not self.store.check([key]):
             return
-        store, key = self.listener.store, self.listener.key.format(rank)
-        if not store.check([key]):
-            return
-        name, host, port = json.loads(store.get(key))
+        name, host, port = json.loads(self.store.get(key))
         self.is_local[rank] = is_local = name == socket.gethostname()
         if host.startswith("127.") and not is_local:
             return  # it names another machine there

@@ -50,6 +50,10 @@ class RankStatus:
     arrivals: dict[str, Arrival] = field(default_factory=dict)
     passed: dict[str, Moment] = field(default_factory=dict)
 
+    def text(self) -> str:
+        """Return the text that `parse` reads."""
+        return json.dumps(self, default=lambda x: {name: getattr(x, name) for name in x.__slots__})
+
     @staticmethod
     def parse(text: str) -> RankStatus:
         """Return the status that a rank has written."""

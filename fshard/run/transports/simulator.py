@@ -83,7 +83,7 @@ class SimulatedRank:
     world: SimulatedWorld
     index: int
     gate: Any = None
-    pin: Any = None
+    set_schedule: Any = None
     state: str = "ready"
     awaited: _Rendezvous | None = None
     thread: int = 0
@@ -165,7 +165,7 @@ class SimulatedWorld:
             worker = idle_thread()
             context = contextvars.copy_context()
             worker.job = lambda r=rank, f=function, c=context: c.run(self._run_rank, r, f, settings)
-            rank.gate, rank.pin = worker.gate, worker.pin
+            rank.gate, rank.set_schedule = worker.gate, worker.set_schedule
         try:
             self.order[0].gate.release()
             self.ended.acquire()
@@ -209,7 +209,7 @@ class SimulatedWorld:
     ) -> bool:
         """Run one rank to its end; return True if its thread can be reused."""
         rank.thread = threading.get_ident()
-        rank.pin(self.core)
+        rank.set_schedule(self.core, True)
         try:
             if not self.stopped:
                 with as_rank(rank), settings.entered():

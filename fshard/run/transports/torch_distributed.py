@@ -10,12 +10,11 @@ import atexit
 import importlib
 import os
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from contextvars import ContextVar, copy_context
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -46,6 +45,7 @@ from fshard.run.transports.base import (
 )
 from fshard.run.transports.divergence_report import lost
 from fshard.run.transports.process_end import Listener
+from fshard.run.transports.rank_threads import WAITING, start_waiting
 from fshard.run.transports.reduce_dtypes import NATIVE, REDUCE, as_number, over, reduced
 
 T = TypeVar("T")
@@ -92,7 +92,7 @@ class ProcessWorld:
     timeout: timedelta | None
     main: weakref.ref[Any]
     start_count: int
-    listener: Listener | None = None
+    listener: Listener
     names: dict[Group, str] = field(default_factory=dict)
     backends: dict[str, str] = field(default_factory=dict)
     only_gloo: bool = field(init=False)
@@ -333,7 +333,8 @@ def init(
 
     Every process must call it, and again if it has replaced the process groups. It starts
     `torch.distributed` if that is not done; a process outside of `mesh` gets empty results and
-    takes part in nothing.
+    takes part in nothing. The process listens on one port of the interface towards `MASTER_ADDR`,
+    without reading from it: ranks under `check="collectives"` see by it that this one has ended.
 
     Args:
         mesh: a mesh whose ranks exist; others may be used later.
@@ -375,10 +376,8 @@ def init(
         importlib.import_module("torch.distributed.nn.functional")
         chosen = backend or ("nccl" if use_cuda else "gloo")
         rank = int(os.environ["RANK"])
-        listener = _meet(rank, world, limit or INIT_TIMEOUT)
-        dist.init_process_group(
-            chosen, store=listener.store, rank=rank, world_size=world, timeout=limit
-        )
+        store, listener = _meet(rank, world, limit or INIT_TIMEOUT)
+        dist.init_process_group(chosen, store=store, rank=rank, world_size=world, timeout=limit)
         atexit.register(_end_process_groups)  # only those that were started here
     nccl = "nccl" in str(dist.get_backend())
     device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
@@ -388,12 +387,21 @@ def init(
     else:
         rank, main = dist.get_rank(), weakref.ref(default_group())
         count = _count_start(rank)
-        listener = listener or Listener(default_store(), f"fshard address {count} of {{}}", rank)
+        key = f"fshard address {count} of {{}}"
+        listener = listener or Listener(_own_connection(default_store()), key, rank)
         set_world(ProcessWorld(rank, device, limit, main, count, listener, backends=_backends()))
 
 
-def _meet(rank: int, world: int, limit: timedelta) -> Listener:
-    """Return this process's listener on the store, once all processes have one; or raise.
+def _own_connection(store: Any) -> Any:
+    """Return a connection to a store that ranks which create a process group do not lock."""
+    try:
+        return store.clone()
+    except RuntimeError:  # the store of the fake backend has none
+        return store
+
+
+def _meet(rank: int, world: int, limit: timedelta) -> tuple[Any, Listener]:
+    """Return the store and this process's listener, once all processes have one; or raise.
 
     PyTorch waits for all processes too, but its errors do not name those that are missing.
     """
@@ -412,7 +420,7 @@ def _meet(rank: int, world: int, limit: timedelta) -> Listener:
              f"look at the output of {keeper}; {longer}")  # fmt: skip
     counter = f"fshard meetings of {rank}"
     key = f"fshard meeting {store.add(counter, 1)} of {{}}"
-    listener = Listener(store, key, rank, keeper)
+    listener = Listener(_own_connection(store), key, rank, keeper)
     try:
         store.wait([key.format(other) for other in range(world)], limit)
     except dist.DistError:
@@ -422,7 +430,7 @@ def _meet(rank: int, world: int, limit: timedelta) -> Listener:
         ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
         fail("fs.init", f"no {ranks} of 0..{world - 1} within {seconds:g} s", rule,
              f"look at the output of {ranks}; {longer}")  # fmt: skip
-    return listener
+    return store, listener
 
 
 def _count_start(rank: int) -> int:
@@ -436,8 +444,6 @@ def _count_start(rank: int) -> int:
 
 # -- abandoned collectives and the end of the process ------------------------------------
 
-_WAITING: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-
 
 def wait_in_background(finish: Callable[[], Any]) -> None:
     """Wait for an abandoned collective in a thread, since the other ranks may never come.
@@ -446,13 +452,6 @@ def wait_in_background(finish: Callable[[], Any]) -> None:
     """
     if not sys.is_finalizing():  # no thread starts while Python exits
         start_waiting(_drain, finish)
-
-
-def start_waiting(function: Callable[..., None], *args: Any) -> None:
-    """Start a thread for a call that waits for other ranks, which may never come."""
-    thread = threading.Thread(target=copy_context().run, args=(function, *args), daemon=True)
-    _WAITING.add(thread)
-    thread.start()
 
 
 def _drain(finish: Callable[[], Any]) -> None:
@@ -470,9 +469,9 @@ def _end_process_groups() -> None:
     if not dist.is_initialized():
         return
     deadline = time.monotonic() + EXIT_SECONDS
-    for thread in tuple(_WAITING):
-        thread.join(max(0.0, deadline - time.monotonic()))
-    if pending_works() or any(thread.is_alive() for thread in _WAITING):
+    for done in tuple(WAITING):
+        done.acquire(timeout=max(0.0, deadline - time.monotonic()))
+    if pending_works() or WAITING:
         leak_groups()
     else:
         dist.destroy_process_group()

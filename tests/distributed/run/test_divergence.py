@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 import fshard as fs
 from fshard import P, ShardingError
-from fshard.run.transports import divergence_check
 from fshard.run.transports.divergence_check import _CheckedTransport
 from fshard.run.transports.divergence_report import explain_with, fingerprint
+from fshard.run.transports.process_end import Listener
 from fshard.run.transports.torch_distributed import ProcessWorld
 from tests.helpers.gloo.harness import Outcome, Ranks, outcomes, run_ranks
 
@@ -304,14 +304,14 @@ def test_checked_values_equal_unchecked_ones_and_keys_are_removed() -> None:
 
 
 @pytest.fixture
-def pair(monkeypatch: pytest.MonkeyPatch) -> list[_CheckedTransport]:
+def pair() -> list[_CheckedTransport]:
     """Return the checked transports of two ranks in this process, with short timeouts."""
     store = dist.HashStore()
-    monkeypatch.setattr(divergence_check, "default_store", lambda: store)
-    cpu, limit = torch.device("cpu"), timedelta(milliseconds=1)
+    main, cpu, limit = weakref.ref(store), torch.device("cpu"), timedelta(milliseconds=1)
+    listeners = [Listener(store, "address of {}", rank) for rank in (0, 1)]
     return [
-        _CheckedTransport(ProcessWorld(rank, cpu, limit, weakref.ref(store), 1), PAIR)
-        for rank in (0, 1)
+        _CheckedTransport(ProcessWorld(rank, cpu, limit, main, 1, listener), PAIR)
+        for rank, listener in enumerate(listeners)
     ]
 
 
