@@ -140,3 +140,17 @@ def test_equal_results_share_memory_until_written() -> None:
         return y.tolist()
 
     assert fs.simulate(MESH, body) == [[3.0, 3.0], [7.0, 7.0], [3.0, 3.0]]
+
+
+def test_a_program_without_steps_is_a_view_of_every_shard() -> None:
+    spec = fs.Spec(MESH, fs.P("x"), shape=(6,))
+    same = fs.redistribute(spec, spec)
+    shards = tuple(torch.full((2,), float(rank), requires_grad=True) for rank in range(3))
+    results = same(shards)
+    assert [y.data_ptr() for y in results] == [x.data_ptr() for x in shards]
+    assert not any(y is x for y, x in zip(results, shards, strict=True))
+    results[1].square().sum().backward()
+    torch.testing.assert_close(shards[1].grad, torch.full((2,), 2.0))
+    assert shards[0].grad is None
+    mapped = torch.vmap(lambda x: same((x, x + 1, x + 2))[2])(torch.ones(4, 2))
+    torch.testing.assert_close(mapped, torch.full((4, 2), 3.0))
