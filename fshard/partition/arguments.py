@@ -77,37 +77,86 @@ def requires_grad(leaf: Any) -> bool:
     return isinstance(local, Sequence) and any(getattr(x, "requires_grad", False) for x in local)
 
 
-def to_positional(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], where: str
-) -> tuple[Any, ...]:
-    """Return the arguments of a call by position, with defaults for those left out in between.
+def bind(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a call: by position, and those that have a name alone.
+
+    Parameters left out in between get their defaults.
 
     Raises:
         TypeError: Python's own, for a call that does not fit the signature.
-        ShardingError: for keyword-only arguments.
 
-    >>> to_positional(lambda x, scale=1.0, mask=None: x, (0,), {"mask": 2}, "here")
-    (0, 1.0, 2)
+    >>> bind(lambda x, scale=1.0, mask=None, *, sign=1: x, (0,), {"mask": 2, "sign": 3})
+    ((0, 1.0, 2), {'sign': 3})
     """
     bound = inspect.signature(fn).bind(*args, **kwargs)
     passed = {*bound.arguments}
     bound.apply_defaults()
     positional: list[Any] = []
+    named: dict[str, Any] = {}
     count = 0
     for name, parameter in bound.signature.parameters.items():
         value = bound.arguments[name]
-        if parameter.kind in (parameter.KEYWORD_ONLY, parameter.VAR_KEYWORD):
-            if name in passed:
-                fail(where, f"{name} given by name", "a spec must belong to a positional argument",
-                     "functools.partial(fn, ...) for an argument without tensors, or a positional "
-                     "parameter")  # fmt: skip
-        elif parameter.kind is parameter.VAR_POSITIONAL:
-            positional += value
+        if parameter.kind is parameter.VAR_KEYWORD:
+            named |= value
+        elif parameter.kind is parameter.KEYWORD_ONLY:
+            named |= {name: value} if name in passed else {}
         else:
-            positional.append(value)
-        if name in passed:
-            count = len(positional)
-    return tuple(positional[:count])
+            positional += value if parameter.kind is parameter.VAR_POSITIONAL else [value]
+            count = len(positional) if name in passed else count
+    return tuple(positional[:count]), named
+
+
+def module_function(module: torch.nn.Module) -> Callable[..., Any]:
+    """Return a module as a function of a dict of its parameters and of its arguments."""
+
+    def run(params: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(params, dict):
+            fail(f"fs.partition({type(module).__name__})",
+                 "a first argument that is not a dict",
+                 "a module must be called with a dict of its parameters first",
+                 "part(dict(module.named_parameters()), *args)")  # fmt: skip
+        values = with_tied_names(module, params)
+        return torch.func.functional_call(module, values, args, kwargs, tie_weights=False)
+
+    run.__name__ = type(module).__name__
+    # The signature of the module's forward, with its parameters in the place of `self`.
+    run.__signature__ = inspect.signature(type(module).forward)  # type: ignore[attr-defined]
+    return run
+
+
+def with_tied_names(module: torch.nn.Module, params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return parameters and buffers by name, and those that are tied under all their names.
+
+    A name that is left out has the value of the first that is there.
+    """
+    tied: dict[int, list[str]] = {}
+    for named in (module.named_parameters, module.named_buffers):
+        for name, x in named(remove_duplicate=False):
+            tied.setdefault(id(x), []).append(name)
+    values = dict(params)
+    for names in tied.values():
+        first = next((name for name in names if name in params), None)
+        if first is not None:
+            values |= {name: params.get(name, params[first]) for name in names}
+    return values
+
+
+def repeated_tensors(leaves: Sequence[Any]) -> tuple[int, ...]:
+    """Return for every leaf the index of the first that is the same tensor or pair.
+
+    The result is empty if all differ.
+    """
+    if len({*map(id, leaves)}) == len(leaves):
+        return ()
+    firsts: dict[int, int] = {}
+    kinds = torch.Tensor | Sharded
+    firsts_of_leaves = tuple(
+        firsts.setdefault(id(leaf), index) if isinstance(leaf, kinds) else index
+        for index, leaf in enumerate(leaves)
+    )
+    return () if firsts_of_leaves == tuple(range(len(leaves))) else firsts_of_leaves
 
 
 def importable(fn: Callable[..., Any], where: str) -> Callable[..., Any]:

@@ -72,23 +72,26 @@ class FunctionTraces:
 
     def trace(
         self, leaves: Sequence[Any], tree: TreeDef, specs: Sequence[Spec | None],
-        signature: CallSignature, numbers: tuple[int, ...] = (),
+        signature: CallSignature, numbers: tuple[int, ...] = (), repeats: tuple[int, ...] = (),
     ) -> tuple[TracedFunction, TreeDef]:  # fmt: skip
         """Return the function on global tensors as a graph, and the tree of its results.
 
         It is traced once for arguments that differ in layouts alone. The values that are not
         tensors are in the key: 1, 1.0 and True trace to different graphs. The leaves of the indices
-        `numbers` are symbols, whose values now decide which graph it is.
+        `numbers` are symbols, whose values now decide which graph it is. Leaves that are the same
+        tensor with one spec are one input of the function: `repeats` has the first one's indices.
         """
         metas = [None if spec is None else Meta.of(spec) for spec in specs]
         others = [freeze(leaf) for leaf, meta in zip(leaves, metas, strict=True) if meta is None]
-        key = tree, tuple(metas), tuple(others), signature, numbers
-        compute = lambda: self._trace(leaves, tree, metas, signature, numbers)  # noqa: E731
+        pairs = enumerate(zip(repeats, specs, strict=True)) if repeats else ()
+        inputs = tuple([first if specs[first] == spec else i for i, (first, spec) in pairs])
+        key = tree, tuple(metas), tuple(others), signature, numbers, inputs
+        compute = lambda: self._trace(leaves, tree, metas, signature, numbers, inputs)  # noqa: E731
         return cached(self.traces, key, compute)
 
     def _trace(
         self, leaves: Sequence[Any], tree: TreeDef, metas: Sequence[Meta | None],
-        signature: CallSignature, numbers: tuple[int, ...],
+        signature: CallSignature, numbers: tuple[int, ...], repeats: tuple[int, ...],
     ) -> tuple[TracedFunction, TreeDef]:  # fmt: skip
         result_trees: list[TreeDef] = []
 
@@ -100,7 +103,8 @@ class FunctionTraces:
             args = [symbols.get(index, concrete_number(leaf)) if meta is None else next(remaining)
                     for index, (leaf, meta) in enumerate(zip(leaves, metas, strict=True))
                     ]  # fmt: skip
-            result = self.fn(*unflatten(tree, args))
+            args, kwargs = unflatten(tree, [args[index] for index in repeats] or args)
+            result = self.fn(*args, **kwargs)
             results, result_tree = flatten(result)
             refuse_sparse(results, "return")
             names = paths(result, "result")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from fshard._util.errors import Problem, ShardingError, fail, raise_if
 from fshard._util.text import plural
 from fshard._util.tracebacks import hide_frames
 from fshard.layout.mesh import Mesh, check_is_mesh
-from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.sharded import Sharded
 from fshard.layout.spec import Spec
 from fshard.layout.tree import (
@@ -47,6 +45,7 @@ from fshard.partition.training_time import lines_time
 from fshard.program.cost.topology import Topology
 from fshard.program.program_arguments import as_topology
 from fshard.run.global_tensors import shard, unshard
+from fshard.spmd.in_specs import ArgSignature, match_specs
 
 META = torch.device("meta")
 OUTSIDE_OF_GRAPHS = (
@@ -70,6 +69,7 @@ class Partition:
         out_specs: the layouts of the results, None where they are left as they come out.
         params: the layouts of the first argument, if given apart.
         topology: the topology that layouts are costed on.
+        module: the module that `fn` calls, None for a function.
 
     >>> import torch
     >>> import fshard as fs
@@ -115,8 +115,8 @@ class Partition:
         """Run the function: pairs in, pairs out; global tensors in, global tensors out."""
         try:
             if kwargs:
-                args = arguments.to_positional(self.fn, args, kwargs, self.where)
-            leaves, call, specs = self._lookup(args, runs=True)
+                args, kwargs = arguments.bind(self.fn, args, kwargs)
+            leaves, call, specs = self._lookup(args, kwargs, runs=True)
             has_pairs, locals_ = False, []
             for leaf, spec in zip(leaves, specs, strict=True):
                 if spec is None:
@@ -153,8 +153,9 @@ class Partition:
             The `PartitionedCall`, with `lines`, `in_specs`, `out_specs`, `programs`, `cost()`,
             `graph(rank)` and `explain()`.
         """
-        args = arguments.to_positional(self.fn, args, kwargs, self.where) if kwargs else args
-        return self._lookup(args, runs=False)[1]
+        if kwargs:
+            args, kwargs = arguments.bind(self.fn, args, kwargs)
+        return self._lookup(args, kwargs, runs=False)[1]
 
     def __repr__(self) -> str:
         count = plural(sum(map(len, self._calls.values())), "signature")
@@ -190,7 +191,7 @@ class Partition:
         return self._last
 
     def _lookup(
-        self, args: tuple[Any, ...], *, runs: bool
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, runs: bool
     ) -> tuple[list[Any], PartitionedCall, Sequence[Spec | None]]:
         """Return the leaves of a call's arguments, its partitioned call, and their specs."""
         refuse_autocast(self.where)
@@ -199,6 +200,10 @@ class Partition:
         key: list[Any] = [torch.is_grad_enabled(), state]
         # A list: a tuple of two arguments of which the second is a spec would be a pair.
         append_cache_key(list(args), leaves, key)
+        if kwargs:
+            append_cache_key(kwargs, leaves, key)
+        repeats = arguments.repeated_tensors(leaves)
+        key.append(repeats)
         numbers: dict[int, int | float] = {}
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
@@ -213,7 +218,7 @@ class Partition:
         key.append(runs or META not in key)
 
         def compute(symbols: tuple[int, ...]) -> Plan:
-            return self._new_call(args, leaves, state, symbols, runs=runs)
+            return self._new_call(args, kwargs, leaves, state, symbols, repeats, runs=runs)
 
         try:
             kinds = self._calls.get(kind := tuple(key))
@@ -225,23 +230,27 @@ class Partition:
 
     # -- specs -----------------------------------------------------------------------------
 
-    def _specs(self, args: Sequence[Any], leaves: Sequence[Any]) -> list[Spec | None]:
+    def _specs(
+        self, args: Sequence[Any], kwargs: dict[str, Any], names: Sequence[str],
+        leaves: Sequence[Any],
+    ) -> list[Spec | None]:  # fmt: skip
         """Return the spec of every leaf, None for one that is not a tensor.
 
         Raises:
             ShardingError: for pairs with other layouts than `in_specs`.
         """
-        where, rest = self.where, args
+        where, in_specs, apart = self.where, self.in_specs, self.params is not None
+        if isinstance(in_specs, list):
+            in_specs = tuple(in_specs)
         requested: list[Any] = []
-        if self.params is not None:
-            requested += broadcast_prefix(self.params, args[0], "params", where) if args else []
-            rest = args[1:]
-        prefix = (None,) * len(rest) if self.in_specs is None else self.in_specs
-        if isinstance(prefix, PartitionSpec | Spec):
-            prefix = (prefix,) * len(rest)
-        # Lists: a tuple of two arguments of which the second is a spec would be a pair.
-        requested += broadcast_prefix(list(prefix), list(rest), "in_specs", where)
-        names = paths(list(args), "args")
+        if apart and args:
+            requested += broadcast_prefix(self.params, args[0], "params", where)
+        signature = ArgSignature(self.fn, skip=apart)
+        if isinstance(in_specs, Mapping):  # a default in between was not passed by the caller
+            pairs = zip(signature.parameters, args[apart:], strict=False)
+            in_specs = {p.name: None for p, value in pairs if value is p.default} | {**in_specs}
+        matched = match_specs(where, signature, in_specs, args[apart:], kwargs)
+        requested += [spec for _, spec in matched]
         problems: list[Problem] = []
         specs = [
             arguments.leaf_spec(leaf, request, name, self.mesh, problems)
@@ -253,22 +262,23 @@ class Partition:
     # -- tracing and layout ------------------------------------------------------------------
 
     def _new_call(
-        self, args: tuple[Any, ...], leaves: Sequence[Any], state: Any, numbers: tuple[int, ...],
-        *, runs: bool,
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any], state: Any,
+        numbers: tuple[int, ...], repeats: tuple[int, ...], *, runs: bool,
     ) -> tuple[PartitionedCall, Sequence[Spec | None]]:  # fmt: skip
         """Trace and plan a call, and return it with the specs of its leaves.
 
         The leaves of the indices `numbers` are symbols.
         """
-        specs = self._specs(args, leaves)
-        tree = flatten(list(args))[1]
+        # A list: a tuple of two arguments of which the second is a spec would be a pair.
+        tree = flatten(([*args], kwargs))[1]
+        leaf_names = [*paths([*args], "args"), *paths(kwargs, "kwargs")]
+        specs = self._specs(args, kwargs, leaf_names, leaves)
         signature = CallSignature.of(leaves, specs, state, runs=runs)
         inputs = [*zip((s for s in specs if s is not None), signature.requires_grad, strict=True)]
         if not inputs:
             fail(self.where, "no tensors", "at least one argument must be a tensor",
                  "give it pairs or tensors")  # fmt: skip
-        traced, result_tree = self._traces.trace(leaves, tree, specs, signature, numbers)
-        leaf_names = paths(list(args), "args")
+        traced, result_tree = self._traces.trace(leaves, tree, specs, signature, numbers, repeats)
         names = tuple(
             name for name, spec in zip(leaf_names, specs, strict=True) if spec is not None
         )
@@ -422,10 +432,12 @@ def partition(
 
     Args:
         fn: the function, or a module, which is then called with its parameters as the first
-            argument: `part(dict(module.named_parameters()), x)`.
+            argument: `part(dict(module.named_parameters()), x)`, or `dict(module.state_dict())`.
+            A tied weight may have any of its names, or all.
         mesh: the mesh to run on.
-        in_specs: layouts of the arguments by position: a tree of `P` or `Spec` that is a prefix of
-            them. None replicates a plain tensor and keeps the layout of a pair.
+        in_specs: layouts of the arguments, as in `fs.shard_map`: one `P` for all, a tuple by
+            position, or a dict by parameter name; tree prefixes of `P` or `Spec`.
+            None replicates a plain tensor and keeps the layout of a pair.
         out_specs: layouts of the results, a tree prefix of them; None leaves them as they come out,
             possibly unreduced.
         params: layouts of the first argument alone; `in_specs` are then those of the others.
@@ -470,28 +482,14 @@ def partition(
         fail("fs.partition", f"a function of type {type(fn).__name__}",
              "the first argument must be a function",
              "fs.partition(fn, mesh=mesh, in_specs=...)")  # fmt: skip
-    run = fn
-    if isinstance(fn, torch.nn.Module):
-        module = fn
-
-        def run(params: Any, *args: Any) -> Any:
-            if not isinstance(params, dict):
-                fail(f"fs.partition({type(module).__name__})",
-                     "a first argument that is not a dict",
-                     "a module must be called with a dict of its parameters first",
-                     "part(dict(module.named_parameters()), *args)")  # fmt: skip
-            return torch.func.functional_call(module, params, args)
-
-        run.__name__ = type(module).__name__
-        # The signature of the module's forward, with its parameters in the place of `self`.
-        run.__signature__ = inspect.signature(type(module).forward)  # type: ignore[attr-defined]
+    source = fn if isinstance(fn, torch.nn.Module) else None
+    run = fn if source is None else arguments.module_function(source)
     axes = (hold,) if isinstance(hold, str) else tuple(hold)
     mesh.check_axes(axes, "fs.partition: hold")
     if axes and params is None:
         fail("fs.partition", f"hold={hold!r} without params",
              "the held tensors must be those of params",
              "params=P(...), the layouts of the first argument")  # fmt: skip
-    source = fn if isinstance(fn, torch.nn.Module) else None
     return Partition(run, mesh, in_specs, out_specs, params, topology, module=source, hold=axes)
 
 

@@ -54,7 +54,7 @@ PathSpec = tuple[str, Any]
 
 
 class ArgSignature:
-    """Parameters of a function, read once.
+    """Parameters of a function, read once; without the first `skip`.
 
     Attributes:
         signature: the signature, None for builtins that have none.
@@ -65,17 +65,26 @@ class ArgSignature:
 
     __slots__ = ("is_variadic", "num_named", "parameters", "signature")
 
-    def __init__(self, fn: Callable[..., Any]) -> None:
+    def __init__(self, fn: Callable[..., Any], *, skip: int = 0) -> None:
         self.signature: inspect.Signature | None
         try:
             self.signature = inspect.signature(fn)
         except (TypeError, ValueError):
             self.signature = None
+        if self.signature is not None and skip:
+            kept = [p for i, p in enumerate(self.signature.parameters.values())
+                    if i >= skip or p.kind is p.VAR_POSITIONAL]  # fmt: skip
+            self.signature = self.signature.replace(parameters=kept)
         self.parameters = list(self.signature.parameters.values()) if self.signature else []
         kinds = [p.kind for p in self.parameters]
         variadic = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
         self.num_named = sum(kind not in variadic for kind in kinds)
         self.is_variadic = not kinds or inspect.Parameter.VAR_POSITIONAL in kinds
+
+    def check(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Raise Python's own TypeError for a call that does not fit."""
+        if self.signature is not None:
+            self.signature.bind(*args, **kwargs)
 
 
 def match_specs(
@@ -90,9 +99,6 @@ def match_specs(
     They depend on the structure of the arguments alone. Raises `ShardingError` where `in_specs`
     is not a prefix of them.
     """
-    if signature.signature is not None:
-        # Python's own TypeError for a call that does not fit.
-        signature.signature.bind(*args, **kwargs)
     path_specs: list[PathSpec] = []
     for index, value in enumerate(args):
         name = _arg_name(signature.parameters, index)
