@@ -66,8 +66,13 @@ def test_mixture_with_nonzero_dispatch_equals_one_device(check: bool, batch: P) 
         w, x, gates = fs.pcast(w, "dp", to="varying"), *fs.pcast((x, gates), "ep", to="varying")
         return local_mixture(w, x, gates)
 
-    mapped = fs.shard_map(local_mixture if check else body, mesh=MESH, in_specs=IN_SPECS,
-                          out_specs=OUT_SPECS, check=check)
+    mapped = fs.shard_map(
+        local_mixture if check else body,
+        mesh=MESH,
+        in_specs=IN_SPECS,
+        out_specs=OUT_SPECS,
+        check=check,
+    )
     specs = {"in": P("ep"), "gate": P(), "w": P("ep")}
     part = fs.partition(layer(mapped), mesh=MESH, in_specs=(specs, batch), out_specs=P())
     expected, given, x = params(), params(), values(TOKENS, WIDTH, seed=9)
@@ -90,8 +95,12 @@ def test_body_runs_at_every_call() -> None:
 
 def test_closures_of_a_body_are_differentiated() -> None:
     w = torch.ones(3, requires_grad=True)
-    mapped = fs.local_map(lambda x: fs.pcast(w, "dp", to="varying") * x, mesh=fs.Mesh(dp=2),
-                          in_specs=P("dp"), out_specs=P("dp"))
+    mapped = fs.local_map(
+        lambda x: fs.pcast(w, "dp", to="varying") * x,
+        mesh=fs.Mesh(dp=2),
+        in_specs=P("dp"),
+        out_specs=P("dp"),
+    )
     part = fs.partition(lambda x: mapped(x).sum(), mesh=fs.Mesh(dp=2), in_specs=P("dp"))
     part(torch.arange(12.0).reshape(4, 3)).backward()
     assert torch.equal(w.grad, torch.tensor([18.0, 22.0, 26.0]))
@@ -101,8 +110,9 @@ def test_results_are_trees_with_layouts() -> None:
     def body(x: torch.Tensor, scale: int) -> dict[str, Any]:
         return {"x": scale * x, "sum": fs.psum(x.sum(0), "dp")}
 
-    mapped = fs.shard_map(body, mesh=MESH, in_specs=(P("dp"), None),
-                          out_specs={"x": P("dp"), "sum": P()})
+    mapped = fs.shard_map(
+        body, mesh=MESH, in_specs=(P("dp"), None), out_specs={"x": P("dp"), "sum": P()}
+    )
     part = fs.partition(lambda x: mapped(x, 3), mesh=MESH, in_specs=P("dp"))
     x = torch.arange(12.0).reshape(6, 2)
     results = part(x)
@@ -123,22 +133,29 @@ def test_a_body_that_closes_over_traced_tensors_is_refused() -> None:
         return fs.shard_map(lambda x: w * x, mesh=MESH, in_specs=P("dp"), out_specs=P("dp"))(x)
 
     assert refused(run, torch.ones(2), torch.ones(4, 2)) == message(
-        "shard_map(<lambda>)", "aten.mul.Tensor of a tensor of the function that is traced",
+        "shard_map(<lambda>)",
+        "aten.mul.Tensor of a tensor of the function that is traced",
         "a mapped function in a partitioned one must take such tensors as arguments",
-        "fs.shard_map(lambda w, x: x @ w, ...)(w, x)")
+        "fs.shard_map(lambda w, x: x @ w, ...)(w, x)",
+    )
 
 
 def test_a_body_on_another_mesh_is_refused() -> None:
     mapped = fs.shard_map(lambda x: x, mesh=fs.Mesh(dp=4), in_specs=P("dp"), out_specs=P("dp"))
-    assert refused(lambda x: mapped(x), torch.ones(4)) == message(
-        "fs.partition: shard_map(<lambda>)", "a function mapped over Mesh(dp=4)",
+    assert refused(mapped, torch.ones(4)) == message(
+        "fs.partition: shard_map(<lambda>)",
+        "a function mapped over Mesh(dp=4)",
         "a mapped function must be mapped over the mesh of the partition, Mesh(dp=2, ep=2)",
-        "mesh=Mesh(dp=2, ep=2), and specs that leave axes out")
+        "mesh=Mesh(dp=2, ep=2), and specs that leave axes out",
+    )
 
 
 def test_arguments_without_a_spec_are_refused() -> None:
     mapped = fs.shard_map(lambda x: x, mesh=MESH, in_specs=None, out_specs=P())
-    assert refused(lambda x: mapped(x), torch.ones(4)) == message(
-        "shard_map(<lambda>)", "0 tensors with a spec in a traced function",
+    assert refused(mapped, torch.ones(4)) == message(
+        "shard_map(<lambda>)",
+        "0 tensors with a spec in a traced function",
         "a mapped function in a partitioned one must have tensors, each with a spec, and "
-        "numbers with known values", "P() for a replicated tensor")
+        "numbers with known values",
+        "P() for a replicated tensor",
+    )

@@ -101,3 +101,46 @@ def test_custom_functions() -> None:
     expected = [custom(fn) for fn in CUSTOM_FUNCTIONS]
     for results in run_ranks(2, custom_on_rank):
         torch.testing.assert_close(results, expected)
+
+
+def experts(w: torch.Tensor, x: torch.Tensor, first: int = 0) -> torch.Tensor:
+    """Return the outputs of some experts for the rows that `nonzero` selects for them."""
+    out = torch.zeros_like(x)
+    for index, expert in enumerate(w):
+        (rows,) = torch.nonzero(x.argmax(-1) == first + index, as_tuple=True)
+        out = out.index_add(0, rows, torch.tanh(x[rows] @ expert))
+    return out
+
+
+def local_experts(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return fs.psum(experts(w, x, int(fs.axis_index("x")) * w.shape[0]), "x")
+
+
+def mixture_on_rank() -> tuple[torch.Tensor, ...]:
+    """Return loss and gradients of a mapped mixture of experts in a partitioned function."""
+    fs.init(MESH)
+    mapped = fs.shard_map(local_experts, mesh=MESH, in_specs=(P("x"), P()), out_specs=P())
+    part = fs.partition(
+        lambda w, x: mapped(w, torch.sin(x)).square().sum(),
+        mesh=MESH,
+        in_specs=(P(), P("x")),
+        out_specs=P(),
+    )
+    w, x = mixture_inputs()
+    loss = part(w, x)
+    return loss.detach(), *torch.autograd.grad(loss, [w, x])
+
+
+def mixture_inputs() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shapes = (4, 4, 4), (6, 4)
+    kwargs = {"generator": generator, "dtype": torch.float64}
+    return [torch.randn(shape, **kwargs).requires_grad_() for shape in shapes]  # type: ignore[call-overload]
+
+
+def test_mapped_mixture_equals_one_device() -> None:
+    w, x = mixture_inputs()
+    loss = experts(w, torch.sin(x)).square().sum()
+    expected = loss.detach(), *torch.autograd.grad(loss, [w, x])
+    for results in run_ranks(2, mixture_on_rank):
+        torch.testing.assert_close(results, expected)
