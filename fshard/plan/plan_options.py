@@ -45,13 +45,26 @@ class PlanOptions(NamedTuple):
         return "".join(f", {text}" for text in texts)
 
     def restriction_problems(self) -> list[Problem]:
-        """Return the problems of `max_memory` and `exclude`."""
+        """Return the problems of `max_memory`, `exclude` and the types of dtypes."""
         problems, limit = exclude_problems(self.exclude), self.max_memory
         is_int = isinstance(limit, int) and not isinstance(limit, bool)
         if limit is not None and (not is_int or limit < 0):
             rule = "max_memory must be a number of bytes, an int of at least 0"
             problems.append(Problem(f"max_memory={limit!r}", rule, "max_memory=2**30"))
+        for name in ("forward_dtype", "backward_dtype"):
+            wire = getattr(self, name)
+            if not isinstance(wire, torch.dtype | None):
+                fix = f"{name}=torch.bfloat16"
+                problems.append(Problem(f"{name}={wire!r}", f"{name} must be a torch.dtype", fix))
         return problems
+
+    def is_hashable(self) -> bool:
+        """Return True if plans can be cached by the options; others have problems."""
+        try:
+            hash(self)
+        except TypeError:
+            return False
+        return True
 
 
 def objective_problems(topology: object, objective: object) -> list[Problem]:

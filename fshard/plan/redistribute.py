@@ -115,6 +115,8 @@ def redistribute(
         options = PlanOptions(
             topology, objective, max_memory, as_types(exclude), forward_dtype, backward_dtype
         )
+        if not options.is_hashable():
+            raise_if("fs.redistribute", options.restriction_problems())
         if isinstance(src, Spec) and isinstance(dst, Spec):
             return _plan(src, dst, options)
         return plan_batch(src, dst, _plan, _plan_exchange, options, bucket_bytes)
@@ -193,7 +195,8 @@ def _problems(src: Spec, dst: Spec, options: PlanOptions) -> list[Problem]:
     if not isinstance(src, Spec) or not isinstance(dst, Spec):
         return problems
     problems += options.restriction_problems()
-    problems += wire_problems(src, (options.forward_dtype, options.backward_dtype))
+    wires = options.forward_dtype, options.backward_dtype
+    problems += wire_problems(src, [wire for wire in wires if isinstance(wire, torch.dtype)])
     if src.dtype.is_complex and not dst.dtype.is_complex:
         problems.append(Problem(
             f"{src} -> {dst}", "a cast from complex to real drops the imaginary part",

@@ -199,7 +199,9 @@ def test_unknown_objective_is_refused() -> None:
 @pytest.mark.parametrize(
     "options",
     [{"topology": 3}, {"objective": 3}, {"exclude": 3}, {"exclude": (int,)},
-     {"exclude": "AllGather"}, {"exclude": ("AllGather",)}, {"exclude": AllGather("x", 0)}],
+     {"exclude": "AllGather"}, {"exclude": ("AllGather",)}, {"exclude": AllGather("x", 0)},
+     {"exclude": [[1]]}, {"exclude": [AllGather, {}]}, {"max_memory": [1]}, {"max_memory": "1"},
+     {"forward_dtype": "bf16"}, {"backward_dtype": [torch.half]}],
     ids=str,
 )  # fmt: skip
 def test_options_of_wrong_types_are_refused(options: dict[str, object]) -> None:
