@@ -159,3 +159,15 @@ def test_arguments_without_a_spec_are_refused() -> None:
         "numbers with known values",
         "P() for a replicated tensor",
     )
+
+
+def test_keyed_block_around_a_region_is_refused() -> None:
+    mapped = fs.shard_map(torch.sin, mesh=MESH, in_specs=P(), out_specs=P())
+
+    def draws(key: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        with fs.random.keyed(key):
+            return mapped(x)
+
+    part = fs.partition(draws, mesh=MESH)
+    with pytest.raises(ShardingError, match=r"a fs\.random\.keyed block around a mapped function"):
+        part(fs.random.key(0), torch.ones(4))

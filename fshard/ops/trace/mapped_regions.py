@@ -27,6 +27,7 @@ from fshard._util.errors import fail
 from fshard.layout.sharded import Sharded
 from fshard.layout.spec import Spec
 from fshard.layout.tree import TreeDef, flatten, tensors_in, unflatten
+from fshard.ops.prng.keyed_block import keyed_block_hook
 from fshard.ops.trace.inner_gradients import TraceMode
 from fshard.run.transports.base import as_rank
 from fshard.run.transports.shape_only import ShapeTransport
@@ -132,6 +133,13 @@ def name_regions(graph: fx.GraphModule, regions: Sequence[MappedRegion]) -> None
 
 def _record(function: MappedFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the result of a mapped call as values of the graph that is being traced."""
+    if keyed_block_hook.call() is not None:
+        fail(
+            function.where,
+            "a fs.random.keyed block around a mapped function in a traced function",
+            "the block must be in the mapped function: its body runs when the block has ended",
+            "with fs.random.keyed(key): in the body, with the key as an argument",
+        )
     specs = function.specs_of_arguments(args, kwargs)
     leaves, tree = flatten((args, kwargs))
     inputs = [x for x, spec in zip(leaves, specs, strict=True) if spec is not None]
