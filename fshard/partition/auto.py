@@ -158,8 +158,8 @@ def auto(
         fail("fs.auto", f"example_args of type {type(example_args).__name__}",
              "example_args must be a list of the arguments of a call",
              "fs.auto(fn, mesh, [x])")  # fmt: skip
-    search = _Search(fn, mesh, list(example_args), as_topology("fs.auto", topology), memory,
-                     dict(fixed or {}))  # fmt: skip
+    on = as_topology("fs.auto", topology, meshes=(mesh,))
+    search = _Search(fn, mesh, list(example_args), on, memory, dict(fixed or {}))
     return search.run(time.monotonic() + seconds)
 
 
