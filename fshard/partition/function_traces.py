@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 
 from fshard._torch.autograd_state import version_of
 from fshard._util.cache import BoundedDict
-from fshard._util.errors import raise_if
+from fshard._util.errors import Problem, raise_if
 from fshard.layout.spec import Spec
 from fshard.layout.tree import TreeDef, flatten, opaque_problem, paths, unflatten
 from fshard.ops.core.cache_keys import concrete_number, freeze
@@ -34,6 +34,13 @@ def cached(cache: dict[Any, V], key: Any, compute: Callable[[], V]) -> V:
     if result is None:
         result = cache[key] = compute()
     return result
+
+
+def _tensors_by_path(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors in arguments by their paths."""
+    names = [*paths(args, "args"), *paths(kwargs, "kwargs")]
+    leaves = flatten((args, kwargs))[0]
+    return {name: x for name, x in zip(names, leaves, strict=True) if isinstance(x, torch.Tensor)}
 
 
 class FunctionTraces:
@@ -89,6 +96,20 @@ class FunctionTraces:
         compute = lambda: self._trace(leaves, tree, metas, signature, numbers, inputs)  # noqa: E731
         return cached(self.traces, key, compute)
 
+    def _refuse_replaced(
+        self, before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Raise `ShardingError` for tensors that the function put into an argument's container."""
+        raise_if(self.where, [
+            Problem(
+                f"{path}, which the function replaces by another tensor",
+                "an argument's container must keep its tensors: a copy of it is traced",
+                f"{path}.copy_(new), which writes in place, or return the new tensor",
+            )
+            for path, x in after.items()
+            if x is not before.get(path)
+        ])  # fmt: skip
+
     def _trace(
         self, leaves: Sequence[Any], tree: TreeDef, metas: Sequence[Meta | None],
         signature: CallSignature, numbers: tuple[int, ...], repeats: tuple[int, ...],
@@ -104,7 +125,9 @@ class FunctionTraces:
                     for index, (leaf, meta) in enumerate(zip(leaves, metas, strict=True))
                     ]  # fmt: skip
             args, kwargs = unflatten(tree, [args[index] for index in repeats] or args)
+            inputs_by_path = _tensors_by_path(args, kwargs)
             result = self.fn(*args, **kwargs)
+            self._refuse_replaced(inputs_by_path, _tensors_by_path(args, kwargs))
             results, result_tree = flatten(result)
             refuse_sparse(results, "return")
             names = paths(result, "result")

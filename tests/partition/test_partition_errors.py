@@ -224,3 +224,40 @@ def test_sparse_operands_of_single_calls_are_refused() -> None:
     for call in (lambda: fs.shard(mask, x.spec), lambda: fs.apply(torch.mm, mask, x)):
         with pytest.raises(fs.ShardingError, match="a tensor that is sharded must be dense"):
             call()
+
+
+class _Averages(torch.nn.Module):
+    """Module that assigns a buffer, or writes it."""
+
+    def __init__(self, *, writes: bool) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+        self.writes = writes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        new = 0.9 * self.mean + 0.1 * x.mean(0)
+        if self.writes:
+            self.mean.copy_(new)
+        else:
+            self.mean = new
+        return (x - self.mean).square().sum()
+
+
+def test_tensors_put_into_an_argument_are_refused() -> None:
+    """They would be lost: the containers of arguments are copied for the trace."""
+    x = torch.ones(4, 4)
+    results = []
+    for writes in (False, True):
+        module = _Averages(writes=writes)
+        part = fs.partition(
+            lambda p, x, m=module: torch.func.functional_call(m, p, (x,)), mesh=MESH
+        )
+        buffers = {"mean": torch.zeros(4)}
+        if writes:  # the fix
+            part(buffers, x)
+            results.append(buffers["mean"])
+        else:
+            with pytest.raises(fs.ShardingError) as error:
+                part(buffers, x)
+            assert "given: args[0]['mean'], which the function replaces" in str(error.value)
+    torch.testing.assert_close(results, [torch.full((4,), 0.1)])
