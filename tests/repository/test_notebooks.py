@@ -24,7 +24,7 @@ METADATA = {
 
 
 def executed(path: Path) -> Any:
-    """The notebook as it comes out of a fresh kernel; raises where a cell does."""
+    """Return the notebook run in a fresh kernel; raise the error of a cell."""
     notebook = nbformat.read(path, as_version=4)
     client = NotebookClient(notebook, timeout=100, kernel_name="python3", record_timing=False,
                             coalesce_streams=True,
@@ -36,7 +36,7 @@ def executed(path: Path) -> Any:
 
 
 def outputs(notebook: Any) -> list[dict[str, str]]:
-    """What each code cell shows, by mime type; what it printed is `stream`."""
+    """Return the outputs of each code cell by mime type; printed text is `stdout` or `stderr`."""
     shown = []
     for cell in notebook.cells:
         if cell.cell_type != "code":
