@@ -28,30 +28,29 @@ def as_node(fn: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Return `fn` as one node in graphs of `torch.compile`; its mesh is bound, or given."""
     node = _Node(fn)
 
-    @functools.wraps(fn)
-    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        if torch.compiler.is_compiling():
-            node.create()
-            options = _split_options(kwargs)
-            result: Result = node.created[0](args, *options, _mesh_key(COMPILE_MESH[0]))
-            return result
-        try:
-            return fn(*args, **kwargs)
-        except Exception as error:
-            hide_frames(error)
-            raise
+    def compiled(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        node.create()
+        options = _split_options(kwargs)
+        result: Result = node.created[0](args, *options, _mesh_key(COMPILE_MESH[0]))
+        return result
 
-    return call
+    return _eager_or_compiled(fn, compiled)
 
 
 def tree_as_node(fn: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Return `as_node(fn)` for a function from a tree, its first argument, to an equal one."""
-    node = tree_node(fn)
+    return _eager_or_compiled(fn, tree_node(fn))
+
+
+def _eager_or_compiled(
+    fn: Callable[Arguments, Result], compiled: Callable[Arguments, Result]
+) -> Callable[Arguments, Result]:
+    """Return a function that calls `compiled` while a graph is traced, else `fn`."""
 
     @functools.wraps(fn)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         if torch.compiler.is_compiling():
-            return node(*args, **kwargs)
+            return compiled(*args, **kwargs)
         try:
             return fn(*args, **kwargs)
         except Exception as error:
