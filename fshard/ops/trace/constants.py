@@ -13,7 +13,7 @@ from fshard._torch.modes import DisableTorchFunction, disable_dispatch_modes
 from fshard._torch.operators import OpOverload
 from fshard.layout.tree import tensors_in
 from fshard.ops.core.call import map_call
-from fshard.ops.trace.functionalize import writes
+from fshard.ops.trace.functionalize import aliases, writes
 
 Tensor = torch.Tensor
 READS: frozenset[Any] = frozenset(
@@ -106,11 +106,16 @@ def _evaluate(
             continue
         tags = getattr(last.target, "tags", ())
         is_random = torch.Tag.nondeterministic_seeded in tags
-        if not _is_pure(last) or is_random or any(map(writes, last.users)):
+        if not _is_pure(last) or is_random or _is_written(last):
             return False
         args, kwargs = map_call(last.args, last.kwargs, fx.Node, values.__getitem__)
         values[last] = last.target(*args, **kwargs)  # type: ignore[operator]
     return True
+
+
+def _is_written(node: fx.Node) -> bool:
+    """Return True if the memory of a value is written, by itself or by a view of it."""
+    return any(writes(user) for alias in aliases(node) for user in alias.users)
 
 
 def _is_pure(node: fx.Node) -> bool:

@@ -216,7 +216,7 @@ def _are_views(results: Any, operand: Any) -> bool:
 
 def _refuse_views(node: fx.Node, operand: fx.Node) -> None:
     """Raise `ShardingError` if memory that an operation shares in secret is written later."""
-    memory = {*_aliases(node)}
+    memory = {*aliases(node)}
     for later in node.graph.nodes:
         if node < later and memory & {*writes(later)}:
             fail("fs.partition", f"{later.name} writes the memory of {operand.name}, in which "
@@ -270,7 +270,7 @@ def check_writes(
             lost += lost_here
             if target not in statistics:
                 tracked |= _NONE if hidden else own.get(root, _NONE)
-                sources.update((x, sources.get(x, _NONE) | union) for x in _aliases(target))
+                sources.update((x, sources.get(x, _NONE) | union) for x in aliases(target))
         sources[node] = union if _is_inexact(node) else _NONE
     return lost, tracked
 
@@ -366,12 +366,12 @@ def _lost(
     if root.op == "get_attr":
         refuse_closure_write(node.name)
     args = sources.get(root, _NONE)
-    later = (user for alias in _aliases(target) for user in alias.users if node < user)
+    later = (user for alias in aliases(target) for user in alias.users if node < user)
     used = any(user in differentiable for user in later)
     return [(node.name, args)] if hidden and args and used else [], root, hidden
 
 
-def _aliases(node: fx.Node) -> list[fx.Node]:
+def aliases(node: fx.Node) -> list[fx.Node]:
     """Return the nodes whose values share the memory of a node's value, itself included."""
     while (base := _base(node)) is not None:
         node = base

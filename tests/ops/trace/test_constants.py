@@ -39,6 +39,25 @@ def written(x: Tensor) -> Tensor:
     return x if t.sum() > 1 else -x
 
 
+def written_by_index(x: Tensor) -> Tensor:
+    t = torch.zeros(2)
+    t[0] = 5.0
+    return x * float(t[0])
+
+
+def written_by_view(x: Tensor) -> Tensor:
+    t = torch.zeros(2)
+    first, flat = t[0], t.view(2)
+    flat.add_(5)
+    return x * first.item()
+
+
+def written_by_detached(x: Tensor) -> Tensor:
+    parts = torch.zeros(3).split([1, 2])
+    parts[1].detach().add_(5)
+    return x * parts[1].sum().item()
+
+
 def drawn(x: Tensor) -> Tensor:
     return x if torch.rand(2).sum() > 1 else -x
 
@@ -60,7 +79,10 @@ def test_constants_are_read(fn: Callable[[Tensor], Tensor]) -> None:
     torch.testing.assert_close(*grads)
 
 
-@pytest.mark.parametrize("fn", [written, drawn, of_argument])
+@pytest.mark.parametrize(
+    "fn",
+    [written, written_by_index, written_by_view, written_by_detached, drawn, of_argument],
+)
 def test_other_reads_are_refused(fn: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(fs.ShardingError, match="reads a tensor's values"):
         fs.partition(fn, mesh=MESH)(torch.ones(4))
