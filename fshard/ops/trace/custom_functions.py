@@ -255,21 +255,30 @@ def _with_backward(cls: Any, ctx: Any, args: Sequence[Any], result: Any, where: 
         )
     outputs = result if isinstance(result, tuple) else (result,)
     unmarked = {id(x) for x in ctx.non_differentiable or ()}
-    tied = [x for x in outputs if isinstance(x, Tensor) and is_inexact(x) and id(x) not in unmarked]
+    # The gradient of a tensor that is returned twice is that of its last place, as in autograd.
+    last = {id(x): index for index, x in enumerate(outputs)}
+    tied = [
+        x
+        for index, x in enumerate(outputs)
+        if isinstance(x, Tensor)
+        and is_inexact(x)
+        and id(x) not in unmarked
+        and last[id(x)] == index
+    ]
     if not tied:
         return result
-    cotangents = {id(x): COTANGENT(x) for x in tied}
+    cotangents = {last[id(x)]: COTANGENT(x) for x in tied}
     saved = tuple(ctx.to_save or ())
-    context = type(cls.__name__, (type(ctx),), {"saved_tensors": saved})()
-    vars(context).update(vars(ctx))
+    context = type(cls.__name__, (type(ctx),), {"saved_tensors": _SAVED})()
+    vars(context).update(vars(ctx), _fshard_saved=saved)
     context.needs_input_grad = ctx.needs_input_grad
     gradients = _run(
         f"{cls.__name__}.backward",
         where,
         context.apply,
         *(
-            cotangents.get(id(x), torch.zeros_like(x)) if isinstance(x, Tensor) else None
-            for x in outputs
+            cotangents.get(index, torch.zeros_like(x)) if isinstance(x, Tensor) else None
+            for index, x in enumerate(outputs)
         ),
     )
     gradients = gradients if isinstance(gradients, tuple) else (gradients,)
@@ -285,7 +294,7 @@ def _with_backward(cls: Any, ctx: Any, args: Sequence[Any], result: Any, where: 
         results = CUSTOM_GRADIENT(
             [x for x, _ in pairs],
             tied,
-            [cotangents[id(x)] for x in tied],
+            [*cotangents.values()],
             [g for _, g in pairs],
             once,
         )
@@ -297,6 +306,8 @@ def _with_backward(cls: Any, ctx: Any, args: Sequence[Any], result: Any, where: 
 
 
 _ONCE = once_differentiable(lambda ctx: None).__code__
+_SAVED = property(lambda context: context._fshard_saved)
+"""Saved tensors of a context; a class that had them itself would be a reference cycle."""
 
 
 def _like(x: Tensor, gradient: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -112,6 +113,38 @@ def test_once_differentiable_backward_refuses_a_second_one() -> None:
     (grad,) = torch.autograd.grad((y * weight).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         grad.sum().backward()
+
+
+class SumTwice(Round):
+    """Sum that is returned twice: autograd gives the gradient of both to the second."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Any:
+        y = x.sum(0)
+        return y, y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return (2 * grads[0] + 3 * grads[1]).expand(4, 4)
+
+
+def test_a_tensor_that_is_returned_twice_has_the_gradient_of_autograd() -> None:
+    x = sample()
+
+    def fn(x: Tensor) -> Tensor:
+        first, second = SumTwice.apply(x)
+        return first * 5 + second.sin()
+
+    part = fs.partition(fn, mesh=MESH, in_specs=P("dp"))
+    grads = [torch.autograd.grad(f(x).sum(), x)[0] for f in (part, fn)]
+    torch.testing.assert_close(*grads)
+
+
+def test_traced_tensors_of_custom_functions_are_freed_without_the_collector(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gc, "collect", pytest.fail)
+    fs.partition(linear, mesh=MESH, in_specs=(*LAYOUTS[0], None))(sample(), sample(), None)
 
 
 # -- refused ----------------------------------------------------------------------------------
