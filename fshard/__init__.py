@@ -14,6 +14,7 @@ from fshard.layout.spec import Spec
 from fshard.ops.core.registry import register_decomposition, register_rule
 from fshard.ops.core.rule import Mode, Rule, rule
 from fshard.ops.propagate.propagate import propagate
+from fshard.ops.sized import bincount, masked_select, nonzero, unique
 from fshard.ops.strategy.strategy import Strategy
 from fshard.ops.trace.trace import constrain
 from fshard.partition.apply import apply, on_pairs
@@ -106,6 +107,7 @@ __all__ = [
     "auto",
     "axis_index",
     "axis_size",
+    "bincount",
     "calibrate",
     "comm_log",
     "constrain",
@@ -113,6 +115,8 @@ __all__ = [
     "init",
     "local_map",
     "lower_bound",
+    "masked_select",
+    "nonzero",
     "on_pairs",
     "pargmax",
     "pargmin",
@@ -144,6 +148,7 @@ __all__ = [
     "smap",
     "start",
     "typeof",
+    "unique",
     "unshard",
     "visualize",
 ]

@@ -6,5 +6,6 @@
 - `prng`: random draws by key, each rank its shard.
 - `strategy`: one choice of layouts for one call, and the call on one rank.
 - `propagate`: `fs.propagate`, the search for the fastest strategy.
+- `sized`: operations whose results have a stated size.
 - `trace`: functions as graphs of operations without writes.
 """

@@ -40,9 +40,9 @@ def multiplies(x: torch.Tensor) -> torch.Tensor:
     [
         (branches, "aten._local_scalar_dense.default reads a tensor's values", *VALUES),
         (selects, "aten.nonzero.default returns a shape that depends on a tensor's values",
-         VALUES[0], ("torch.where instead of masks, torch.nonzero_static(x, size=n), "
-         "repeat_interleave(x, repeats, output_size=n), counts by one_hot; fs.shard_map in its "
-         "place; fs.apply(op, pair, mode=\"auto\") runs one on unsharded values")),
+         VALUES[0], ("fs.nonzero(x, size=n); in place of x[mask] fs.masked_select(x, mask, "
+         "size=n); or fs.shard_map within the function, whose body runs on locals; "
+         "fs.apply(op, pair, mode=\"auto\") runs one on unsharded values")),
         (multiplies, "RuntimeError: a and b must have same reduction dim, but got [2, 2] X [3, 3].",
          "the function is traced once on tensors of the global shapes",
          "check that it runs on global tensors, and calls no numpy() on them"),

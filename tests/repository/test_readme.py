@@ -34,6 +34,7 @@ GROUPS = {
     "pswapaxes ragged_all_to_all ppermute pshuffle pbroadcast pcast axis_index axis_size start",
     "Operations and functions for one device": "apply on_pairs propagate Strategy partition "
     "Partition auto Auto constrain rule Rule Mode register_rule register_decomposition",
+    "Operations with results of a stated size": "nonzero masked_select unique bincount",
     "Random numbers, logs and errors": "random comm_log CommLog ShardingError",
 }
 

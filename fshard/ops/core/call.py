@@ -112,6 +112,14 @@ class ValueDependentShapeError(ShardingError):
     """Result whose shape depends on values, so that no layout describes it before it is there."""
 
 
+SIZED_CALLS = {
+    "nonzero": "fs.nonzero(x, size=n); in place of x[mask] fs.masked_select(x, mask, size=n)",
+    "masked_select": "fs.masked_select(x, mask, size=n)",
+    "_unique2": "fs.unique(x, size=n)",
+    "bincount": "fs.bincount(x, length=n)",
+    "repeat_interleave": "torch.repeat_interleave(x, repeats, output_size=n)",
+}
+"""Calls with a stated size, by the operation whose size depends on values."""
 OP_ERRORS = (RuntimeError, IndexError, TypeError, ValueError)
 """Exceptions that PyTorch raises for invalid arguments."""
 Results = tuple[tuple[Meta | None, ...], Any]
@@ -281,8 +289,7 @@ def _on_zeros(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], error: Ex
         fail(f"fs.propagate({op})", ", ".join(map(_text, (*args, *kwargs.values()))),
              "the shape of its result depends on values, but a layout must have a shape",
              "fs.apply(op, pair, mode=\"auto\") runs it on unsharded values; in a function for "
-             "fs.partition a mask and torch.where, torch.nonzero_static(x, size=n), "
-             "repeat_interleave(x, repeats, output_size=n); fs.shard_map in its place",
+             f"fs.partition {sized_call(op)}; or fs.shard_map within it",
              ValueDependentShapeError)  # fmt: skip
     if not lacking:
         _refuse(op, args, kwargs, error)
@@ -290,6 +297,11 @@ def _on_zeros(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], error: Ex
         return dry_run(op, args, kwargs, "cpu")
     except OP_ERRORS as cpu_error:
         _refuse(op, args, kwargs, cpu_error)
+
+
+def sized_call(op: Any) -> str:
+    """Return the fix for an operation whose result's shape depends on values."""
+    return SIZED_CALLS.get(name_of(op).split(".")[0], "torch.where with a mask")
 
 
 def _refuse(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception) -> NoReturn:

@@ -38,7 +38,13 @@ from fshard._util.errors import Problem, ShardingError, fail, raise_if
 from fshard._util.text import one_line
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.ops.core.cache_keys import freeze, unfreeze_call
-from fshard.ops.core.call import Meta, ValueDependentShapeError, fill_call, instances_in
+from fshard.ops.core.call import (
+    Meta,
+    ValueDependentShapeError,
+    fill_call,
+    instances_in,
+    sized_call,
+)
 from fshard.ops.trace.custom_functions import extract_backwards, has_effects
 from fshard.ops.trace.draw_layouts import assign_draw_layouts
 from fshard.ops.trace.functionalize import ClosureGuard, check_writes, functional, writes
@@ -231,9 +237,8 @@ def _refuse(where: str, error: Exception) -> NoReturn:
     elif isinstance(error, DynamicOutputShapeException):
         fail(place, f"{error.func} returns a shape that depends on a tensor's values",
              "the function is traced once on tensors without values, of the global shapes",
-             "torch.where instead of masks, torch.nonzero_static(x, size=n), "
-             "repeat_interleave(x, repeats, output_size=n), counts by one_hot; fs.shard_map in its "
-             "place; fs.apply(op, pair, mode=\"auto\") runs one on unsharded values",
+             f"{sized_call(error.func)}; or fs.shard_map within the function, whose body runs on "
+             "locals; fs.apply(op, pair, mode=\"auto\") runs one on unsharded values",
              ValueDependentShapeError)  # fmt: skip
     else:
         fail(place, cause, "the function is traced once on tensors of the global shapes",

@@ -195,13 +195,17 @@ def test_invalid_negative_indices_are_refused(wrong: int) -> None:
 def test_value_dependent_shapes_are_refused() -> None:
     """The error names replacements."""
     spec = fs.Spec(MESH, fs.P("x"), shape=(4,), dtype=torch.float64)
-    for op in (torch.nonzero, aten.unique_consecutive):
+    fixes = {
+        torch.nonzero: "fs.nonzero(x, size=n); in place of x[mask] fs.masked_select(x, mask, "
+        "size=n)",
+        aten.unique_consecutive: "torch.where with a mask",
+    }
+    for op, sized in fixes.items():
         with pytest.raises(ShardingError) as error:
             propagate(op, spec)
         assert str(error.value).partition("\n")[2] == (
             "  given: float64[4]\n"
             "  rule:  the shape of its result depends on values, but a layout must have a shape\n"
             '  fix:   fs.apply(op, pair, mode="auto") runs it on unsharded values; in a function '
-            "for fs.partition a mask and torch.where, torch.nonzero_static(x, size=n), "
-            "repeat_interleave(x, repeats, output_size=n); fs.shard_map in its place"
+            f"for fs.partition {sized}; or fs.shard_map within it"
         )
