@@ -5,6 +5,7 @@ Modules of PyTorch that trace are imported in functions: the import takes a seco
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -19,13 +20,19 @@ from torch._subclasses.fake_tensor import (
 
 __all__ = [
     "FAKE_TENSOR_LOGGER", "DataDependentOutputException", "DynamicOutputShapeException",
-    "FakeTensor", "FakeTensorMode", "from_functional", "functional_mode", "shares_memory",
-    "sync_functional", "to_functional",
+    "FakeTensor", "FakeTensorMode", "from_functional", "functional_mode", "is_recording",
+    "shares_memory", "sync_functional", "to_functional",
 ]  # fmt: skip
 
 FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
 shares_memory: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
 """Return True if the storages behind two functional tensors' elements are one."""
+
+
+def is_recording() -> bool:
+    """Return True while `make_fx` records operations in a graph."""
+    tracer: Any = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    return tracer is not None and tracer.get_proxy_mode() is not None
 
 
 def functional_mode(*, pre_dispatch: bool) -> AbstractContextManager[Any]:

@@ -256,3 +256,19 @@ def test_tensors_put_into_an_argument_are_refused() -> None:
     assert "given: args[0]['mean'], which the function replaces" in str(error.value)
     partitioned(writes=True)(buffers, x)  # the fix
     torch.testing.assert_close(buffers["mean"], torch.full((4,), 0.1))
+
+
+PROGRAM = fs.redistribute(*(fs.Spec(Mesh(x=2), p, shape=(4,)) for p in (P(unreduced={"x"}), P())))
+
+
+@pytest.mark.parametrize(
+    "collective",
+    [lambda x: fs.psum(x, "x", mesh=Mesh(x=2)), lambda x: fs.all_gather(x, "x", mesh=Mesh(x=2)),
+     PROGRAM],
+    ids=["psum", "all_gather", "program"],
+)  # fmt: skip
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_collectives_in_a_traced_function_are_refused(collective: Any, requires_grad: bool) -> None:
+    part = fs.partition(lambda x: collective(x * 2), mesh=Mesh(x=2))
+    with pytest.raises(fs.ShardingError, match=r"over Mesh\(x=2\) in a function that is traced"):
+        fs.simulate(Mesh(x=2), part, torch.ones(4, requires_grad=requires_grad))

@@ -153,12 +153,13 @@ def launch_linear(op: LinearOp, xs: Tensors, where: str) -> FinishAll:
     Call it under `torch.no_grad()` where a local requires grad; `apply_linear` adds the gradient.
 
     Raises:
-        ShardingError: there is no rank, or a simulated rank is in forward mode.
+        ShardingError: there is no rank, a simulated rank is in forward mode, or meta and fake
+            tensors are recorded in a graph.
     """
     mesh = op.mesh
     if is_abstract(xs[0]):
         with unobserved():
-            return op.launch(shape_transport(mesh), xs)
+            return op.launch(shape_transport(mesh, where), xs)
     transport = current_rank(mesh, where)
     if forward_ad_level() >= 0 and is_simulated():
         label = LABEL.get()

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
-from fshard._torch.fake_tensors import FakeTensor
+from fshard._torch.fake_tensors import FakeTensor, is_recording
+from fshard._util.errors import fail
 from fshard.layout.mesh import Mesh
-from fshard.run.transports.base import Finish, Group, current_transport
+from fshard.run.transports.base import LABEL, Finish, Group, current_transport
 
 _META_IS_REAL: ContextVar[bool] = ContextVar("fshard_meta_is_real", default=False)
 
@@ -71,7 +72,20 @@ class ShapeTransport:
         return lambda: x.new_zeros(sum(receive))
 
 
-def shape_transport(mesh: Mesh) -> ShapeTransport:
-    """Return the transport for abstract tensors on this rank, or on the mesh's first rank."""
+def shape_transport(mesh: Mesh, where: str) -> ShapeTransport:
+    """Return the transport for abstract tensors on this rank, or on the mesh's first rank.
+
+    Raises:
+        ShardingError: while a graph is recorded, whose constants the zeros would be.
+    """
+    if is_recording():
+        label = LABEL.get()
+        fail(
+            where if label is None else label.name,
+            f"communication over {mesh} in a function that is traced",
+            "a traced function must compute on global tensors; its collectives are planned for it",
+            "fs.shard_map(body, mesh=mesh, in_specs=..., out_specs=...)(x) in it, whose body calls "
+            "the collective",
+        )
     transport = current_transport()
     return ShapeTransport(mesh.ranks[0] if transport is None else transport.rank)
