@@ -328,6 +328,15 @@ def _reshape_like(xs: Tensors, ys: Tensors) -> Tensors:
     return tuple(y.reshape(x.shape) for x, y in zip(xs, ys, strict=True))
 
 
+def _as_sent(op: ProgramGroup, xs: Tensors) -> Tensors:
+    """Return `xs` rounded to the dtypes in which the programs compare them."""
+    per_program = len(xs) // len(op.progs)
+    wires = [prog.forward_dtype for prog in op.progs for _ in range(per_program)]
+    return tuple(
+        x if wire is None else x.to(wire).to(x.dtype) for x, wire in zip(xs, wires, strict=True)
+    )
+
+
 def _shared(g: torch.Tensor, mask: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
     """Return the share of cotangent `g` of each element in `mask`, one of `total` ties."""
     number, restore = as_number(g, "sum")
@@ -370,7 +379,8 @@ class _Extreme(torch.autograd.Function):
         with backward_phase(ctx.label):
             extremes = apply_linear(replicate, tuple(y.detach() for y in ys), on_shards)
             extremes = _reshape_like(xs, extremes)
-            masks = tuple((x == y).to(x.dtype) for x, y in zip(xs, extremes, strict=True))
+            pairs = zip(_as_sent(op, xs), extremes, strict=True)
+            masks = tuple((x == y).to(x.dtype) for x, y in pairs)
             totals = _reshape_like(xs, apply_linear(count, masks, on_shards))
             cotangents = _reshape_like(xs, apply_linear(replicate_grad, grads, on_shards))
         return (None, None, *map(_shared, cotangents, masks, totals))

@@ -7,7 +7,7 @@ elements that attain it, in equal shares between ties, as in `torch.amax`.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import fail
@@ -33,8 +33,9 @@ def linear_parts(prog: Program) -> tuple[Program, ...]:
     """Split a program at its non-linear steps, each of which becomes a program by itself.
 
     The steps of linear parts do not reduce a tensor that is unreduced by `max`; its gradient is a
-    sum, so it is typed as unreduced by `sum` in them.
+    sum, so it is typed as unreduced by `sum` in them. All parts have the wire dtypes of `prog`.
     """
+    part = partial(Program, forward_dtype=prog.forward_dtype, backward_dtype=prog.backward_dtype)
     parts: list[Program] = []
     linear_steps: list[Step] = []
     start = prog.src
@@ -48,11 +49,13 @@ def linear_parts(prog: Program) -> tuple[Program, ...]:
                  "a reduction with a gradient must be a sum, average, maximum or minimum",
                  "detach() the local, or reduce by another reduction")  # fmt: skip
         if linear_steps:
-            parts.append(Program(_of_sums(start), linear_steps))
+            parts.append(part(_of_sums(start), tuple(linear_steps)))
         reducing_step, linear_steps = _split_conversions(step, src, dst)
-        parts.append(Program(src, (reducing_step,)))
+        parts.append(part(src, (reducing_step,)))
         start = parts[-1].dst
-    return (*parts, Program(_of_sums(start), linear_steps)) if linear_steps else tuple(parts)
+    if linear_steps:
+        parts.append(part(_of_sums(start), tuple(linear_steps)))
+    return tuple(parts)
 
 
 def _extreme_axes(step: Step, src: Spec, dst: Spec) -> tuple[str, ...]:
@@ -110,22 +113,26 @@ def extreme_gradient(prog: Program) -> tuple[Program, Program, Program]:
     Returns:
         A program that counts ties, one that replicates the result, and one that replicates its
         cotangent. Each rank uses the cotangent for its own elements, hence it is `reduced`: a
-        second derivative adds what the ranks computed from it.
+        second derivative adds what the ranks computed from it. Ties and cotangents are sent in
+        `backward_dtype`, the result and second derivatives in `forward_dtype`.
     """
     (step,) = prog.steps
     axes = _extreme_axes(step, prog.src, prog.dst)
     before, after = _of_sums(prog.src), _of_sums(prog.dst)
-    count = Program(before, (AllReduce(axes),))
+    forward, backward = prog.forward_dtype, prog.backward_dtype
+    of_result = partial(Program, forward_dtype=forward)
+    of_cotangent = partial(Program, forward_dtype=backward, backward_dtype=forward)
+    count = Program(before, (AllReduce(axes),), forward_dtype=backward)
     match step:
         case ReduceScatter(_, dim):
-            gather = AllGather(axes, dim, "reduced")
-            return count, Program(after, (gather,)), Program(after, (gather,))
+            gather = (AllGather(axes, dim, "reduced"),)
+            return count, of_result(after, gather), of_cotangent(after, gather)
         case Exchange():
             p = before.partition
             reduced = p.reduced_kinds + tuple((axis, "sum") for axis in axes)
             partition = PartitionSpec._of(p.dims, remove_kinds(p.unreduced_kinds, axes), reduced)
-            back = Program(after, (Exchange(partition, before.sizes, before.mesh),))
-            return count, back, back
+            back = (Exchange(partition, before.sizes, before.mesh),)
+            return count, of_result(after, back), of_cotangent(after, back)
     assert isinstance(step, AllReduce)
     p = after.partition
     p = PartitionSpec._of(p.dims, p.unreduced_kinds, remove_kinds(p.reduced_kinds, axes))
@@ -133,5 +140,7 @@ def extreme_gradient(prog: Program) -> tuple[Program, Program, Program]:
     if step.to == "reduced":
         kinds = p.unreduced_kinds + tuple((axis, "sum") for axis in axes)
         unreduced = after._with(partition=PartitionSpec._of(p.dims, kinds, p.reduced_kinds))
-        return count, Program(invariant, ()), Program(unreduced, (AllReduce(axes, "reduced"),))
-    return count, Program(invariant, ()), Program(invariant, (InvariantToReduced(axes),))
+        return count, Program(invariant, ()), of_cotangent(unreduced, (AllReduce(axes, "reduced"),))
+    # An invariant cotangent is not sent.
+    same = Program(invariant, (InvariantToReduced(axes),), backward_dtype=forward)
+    return count, Program(invariant, ()), same

@@ -33,6 +33,7 @@ from fshard.run.autograd.linear_function import (
     ProgramGroup,
     apply_linear,
     apply_programs,
+    are_linear,
     launch_linear,
 )
 from fshard.run.capture import Recording, Recordings, record, replay
@@ -335,7 +336,12 @@ def _capture(
     like.requires_grad_(needs_grad)
     with meta_as_real():
         transfer = plan.leaf(like)
-    if not isinstance(transfer, Transfer) or transport.rank not in _combine((transfer.op,)).mesh:
+    if not isinstance(transfer, Transfer):
+        return None
+    op = _combine((transfer.op,))
+    # The operations of a maximum over one rank are linear, and it has no transpose.
+    has_transpose = not isinstance(op, ProgramGroup) or are_linear(op.progs)
+    if transport.rank not in op.mesh or (needs_grad and not has_transpose):
         return None
     forward: TensorFunction = lambda x: launch_collective(plan, x)()  # noqa: E731
     recorded = record(forward, _transposed(plan, like, transport), like.detach())
@@ -384,6 +390,13 @@ def require_number(value: Any, where: str) -> Any:
              "the leaves of the tree must be tensors, numbers, or None",
              "torch.as_tensor(x) of an array; leave other objects out of the tree")  # fmt: skip
     return value
+
+
+def check_real(x: torch.Tensor, where: str) -> None:
+    """Raise `ShardingError` for a complex tensor."""
+    if x.dtype.is_complex:
+        rule, fix = "complex numbers have no order", "x.abs(), or x.real and x.imag one by one"
+        fail(where, f"a tensor of {x.dtype}", rule, fix)
 
 
 def check_dim(dim: int, ndim: int, where: str, option: str, owner: str = "a tensor") -> int:

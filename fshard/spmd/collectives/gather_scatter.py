@@ -16,19 +16,21 @@ import torch
 from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import fail
 from fshard.layout.mesh import Axes, Mesh, as_axes
-from fshard.layout.partition_spec import PartitionSpec
+from fshard.layout.partition_spec import LINEAR, REDUCTIONS, PartitionSpec
 from fshard.layout.spec import Spec
 from fshard.program.program import Program
 from fshard.program.steps import AllGather, AllToAll, ReduceScatter
+from fshard.run.autograd.linear_function import is_differentiated
 from fshard.spmd.collectives.axis_index_groups import Groups, resolve_groups
 from fshard.spmd.collectives.collective_plan import (
     CollectivePlan,
     Transfer,
     check_dim,
+    check_real,
     collective,
     require_tensor,
 )
-from fshard.spmd.collectives.wire_dtypes import NO_WIRE_DTYPES, WireDtypes, check_wire_dtypes
+from fshard.spmd.collectives.wire_dtypes import WireDtypes, check_wire_dtypes
 from fshard.spmd.types import VARYING, State, TypeSignature, suggest_state
 
 # -- programs on a local whose dim 0 (or 1) has an entry for each rank ----------------------
@@ -55,9 +57,14 @@ def _gather_program(
 
 @lru_cache(maxsize=CACHE_SIZE)
 def _scatter_program(
-    mesh: Mesh, axes: tuple[str, ...], shape: torch.Size, dtype: torch.dtype, wires: WireDtypes
+    mesh: Mesh,
+    axes: tuple[str, ...],
+    kind: str,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    wires: WireDtypes,
 ) -> Program:
-    src = Spec(mesh, PartitionSpec(unreduced=set(axes)), shape=shape, dtype=dtype)
+    src = Spec(mesh, PartitionSpec(unreduced=dict.fromkeys(axes, kind)), shape=shape, dtype=dtype)
     forward, backward = wires
     return Program(src, (ReduceScatter(axes, 0),), forward_dtype=forward, backward_dtype=backward)
 
@@ -77,12 +84,21 @@ def gather_transfer(
     axes: tuple[str, ...],
     x: torch.Tensor,
     to: str,
+    wires: WireDtypes,
     read: Callable[[torch.Tensor], torch.Tensor],
 ) -> Transfer:
     """Return the transfer that stacks all ranks' `x` along a new dim 0 and applies `read`."""
     row = x.unsqueeze(0)
-    prog = _gather_program(mesh, axes, 0, to, row.shape, row.dtype, NO_WIRE_DTYPES)
+    prog = _gather_program(mesh, axes, 0, to, row.shape, row.dtype, wires)
     return Transfer(prog, row, read)
+
+
+def product_of_rows(x: torch.Tensor, wires: WireDtypes) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the function to the product along dim 0, in the dtype in which `x` is sent."""
+    wire, dtype = wires[0] or x.dtype, x.dtype
+    if wire == dtype:
+        return lambda rows: rows.prod(0)
+    return lambda rows: rows.to(wire).prod(0).to(dtype)
 
 
 def _insert_dim(y: torch.Tensor, dim: int, tiled: bool) -> torch.Tensor:
@@ -174,21 +190,23 @@ def psum_scatter(
     *,
     scatter_dimension: int = 0,
     tiled: bool = False,
+    kind: str = "sum",
     axis_index_groups: Groups = None,
     forward_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
     mesh: Mesh | None = None,
 ) -> CollectivePlan:
-    """Sum over the ranks along axes; each rank keeps one slice of the sum.
+    """Reduce over the ranks along axes; each rank keeps one slice of the sum.
 
     Args:
-        x: tensors of any shape, equal on all ranks, or a tree of them; not booleans.
+        x: tensors of any shape, equal on all ranks, or a tree of them; a sum is not of booleans.
         axis_name: the axis, or a tuple of axes, the first one major.
         scatter_dimension: the dim that is split among the n ranks.
         tiled: split the dim into n equal parts; by default it must have n entries, and is removed.
+        kind: the reduction: "sum", "avg", "max", "min" or "product".
         axis_index_groups: lists of indices along the axes; ranks reduce within their group.
-        forward_dtype: dtype in which values are sent and added; the result has the dtype of `x`.
-        backward_dtype: dtype in which the transpose gathers.
+        forward_dtype: dtype in which values are sent and reduced; the result has the dtype of `x`.
+        backward_dtype: dtype in which the gradient gathers cotangents, and counts ties.
         mesh: the mesh of the axes, outside of a `shard_map`.
 
     Returns:
@@ -196,10 +214,12 @@ def psum_scatter(
 
     Raises:
         ShardingError: an unknown axis; a dim that n does not divide; booleans; groups that do not
-            have every index once or differ in size; a floating dtype for integers.
+            have every index once or differ in size; a floating dtype for integers; an unknown
+            `kind`; an order of complex tensors, an average of integers.
 
-    Transpose: `all_gather`. After `jax.lax.psum_scatter`; PyTorch's `reduce_scatter_tensor`, for
-    trees `reduce_scatter_tensor_coalesced`.
+    Transpose: `all_gather`; gradients of other kinds are those of `pmean`, `pmax`, `pmin` and
+    `pprod`. After `jax.lax.psum_scatter`, which sums; PyTorch's `reduce_scatter_tensor`, for trees
+    `reduce_scatter_tensor_coalesced`.
 
     >>> import torch
     >>> import fshard as fs
@@ -210,6 +230,9 @@ def psum_scatter(
     """
     owner, axes = resolve_groups(axis_name, mesh, axis_index_groups, "fs.psum_scatter")
     wires = forward_dtype, backward_dtype
+    if kind not in REDUCTIONS:
+        rule = f"kind must be one of {', '.join(REDUCTIONS)}"
+        fail("fs.psum_scatter", f"kind={kind!r}", rule, "leave it out, for a sum")
     n = owner.axis_size(axes)
 
     def leaf(value: Any) -> Any:
@@ -217,15 +240,31 @@ def psum_scatter(
         dim = check_dim(scatter_dimension, x.ndim, "fs.psum_scatter", "scatter_dimension")
         _check_split("fs.psum_scatter", "scatter_dimension", x, dim, n, tiled)
         check_wire_dtypes("fs.psum_scatter", x.dtype, wires)
-        if x.dtype == torch.bool:
-            fix = "x.to(torch.int64), to count them"
-            fail("fs.psum_scatter", f"a tensor of {x.dtype}", "booleans have no sum", fix)
+        _check_reducible("fs.psum_scatter", x, kind)
         rows = _extract_dim(x, dim, n, tiled)
-        prog = _scatter_program(owner, axes, rows.shape, rows.dtype, wires)
+        if kind == "product" and is_differentiated(x):
+            prog = _exchange_program(owner, axes, (1, *rows.shape), rows.dtype, wires)
+            multiply = product_of_rows(rows, wires)
+            return Transfer(prog, rows.unsqueeze(0), lambda y: multiply(y.squeeze(1)))
+        prog = _scatter_program(owner, axes, kind, rows.shape, rows.dtype, wires)
         return Transfer(prog, rows, lambda y: y.squeeze(0))
 
-    signature = TypeSignature(as_axes(axis_name), VARYING, ("sum",), all_or_none=True)
+    kinds = ("sum", "avg") if kind == "avg" else (kind,)
+    linear = kind in LINEAR
+    signature = TypeSignature(as_axes(axis_name), VARYING, kinds, all_or_none=True, linear=linear)
     return CollectivePlan("fs.psum_scatter", leaf, signature)
+
+
+def _check_reducible(where: str, x: torch.Tensor, kind: str) -> None:
+    """Raise `ShardingError` for a tensor whose dtype a reduction is not defined for."""
+    if kind in ("max", "min"):
+        check_real(x, where)
+    elif kind == "sum" and x.dtype == torch.bool:
+        fix = "x.to(torch.int64), to count them"
+        fail(where, f"a tensor of {x.dtype}", "booleans have no sum", fix)
+    elif kind == "avg" and not (x.dtype.is_floating_point or x.dtype.is_complex):
+        rule = "an average must be of floating or complex values"
+        fail(where, f"a tensor of {x.dtype}", rule, "x.to(torch.float32)")
 
 
 @collective

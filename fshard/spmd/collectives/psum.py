@@ -14,7 +14,6 @@ from typing import Any, Literal
 import torch
 
 from fshard._util.cache import CACHE_SIZE
-from fshard._util.errors import fail
 from fshard.layout.mesh import Axes, Mesh, as_axes
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
@@ -28,12 +27,13 @@ from fshard.spmd.collectives.collective_plan import (
     CollectivePlan,
     Transfer,
     Tree,
+    check_real,
     collective,
     require_number,
     require_tensor,
 )
 from fshard.spmd.collectives.compile_node import tree_as_node
-from fshard.spmd.collectives.gather_scatter import gather_transfer
+from fshard.spmd.collectives.gather_scatter import gather_transfer, product_of_rows
 from fshard.spmd.collectives.pcast import axis_index
 from fshard.spmd.collectives.wire_dtypes import NO_WIRE_DTYPES, WireDtypes, check_wire_dtypes
 from fshard.spmd.types import VARYING, TypeSignature
@@ -52,7 +52,8 @@ def _all_reduce(
     wires: WireDtypes = NO_WIRE_DTYPES,
 ) -> Program:
     src = Spec(mesh, PartitionSpec(unreduced=dict.fromkeys(axes, kind)), shape=shape, dtype=dtype)
-    backward = wires[1] if to == "reduced" else None
+    # The transpose of a sum to an invariant result sends nothing; extremes count ties.
+    backward = wires[1] if to == "reduced" or kind in ("max", "min") else None
     return Program(src, (AllReduce(axes, to),), forward_dtype=wires[0], backward_dtype=backward)
 
 
@@ -175,7 +176,12 @@ def pmean(
 
 @collective
 def pmax(
-    axis_name: Axes, *, axis_index_groups: Groups = None, mesh: Mesh | None = None
+    axis_name: Axes,
+    *,
+    axis_index_groups: Groups = None,
+    forward_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+    mesh: Mesh | None = None,
 ) -> CollectivePlan:
     """Return the elementwise maximum over the ranks along axes, on every rank.
 
@@ -183,6 +189,8 @@ def pmax(
         x: real tensors of any shape, equal on all ranks, or a tree of them; numbers stay.
         axis_name: the axis, or a tuple of axes.
         axis_index_groups: as in `psum`.
+        forward_dtype: dtype in which values are sent and compared; the result has the dtype of `x`.
+        backward_dtype: dtype in which the gradient counts ties, and in groups adds cotangents.
         mesh: the mesh of the axes, outside of a `shard_map`.
 
     Returns:
@@ -201,12 +209,18 @@ def pmax(
     >>> f(torch.tensor([1.0, 2.0]))
     tensor([2.])
     """
-    return _plan_extreme("max", "fs.pmax", axis_name, axis_index_groups, mesh)
+    wires = forward_dtype, backward_dtype
+    return _plan_extreme("max", "fs.pmax", axis_name, axis_index_groups, wires, mesh)
 
 
 @collective
 def pmin(
-    axis_name: Axes, *, axis_index_groups: Groups = None, mesh: Mesh | None = None
+    axis_name: Axes,
+    *,
+    axis_index_groups: Groups = None,
+    forward_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+    mesh: Mesh | None = None,
 ) -> CollectivePlan:
     """Return the elementwise minimum over the ranks along axes, on every rank.
 
@@ -214,6 +228,8 @@ def pmin(
         x: real tensors of any shape, equal on all ranks, or a tree of them; numbers stay.
         axis_name: the axis, or a tuple of axes.
         axis_index_groups: as in `psum`.
+        forward_dtype: dtype in which values are sent and compared; the result has the dtype of `x`.
+        backward_dtype: dtype in which the gradient counts ties, and in groups adds cotangents.
         mesh: the mesh of the axes, outside of a `shard_map`.
 
     Returns:
@@ -232,11 +248,12 @@ def pmin(
     >>> f(torch.tensor([1.0, 2.0]))
     tensor([1.])
     """
-    return _plan_extreme("min", "fs.pmin", axis_name, axis_index_groups, mesh)
+    wires = forward_dtype, backward_dtype
+    return _plan_extreme("min", "fs.pmin", axis_name, axis_index_groups, wires, mesh)
 
 
 def _plan_extreme(
-    kind: str, name: str, axis_name: Axes, groups: Groups, mesh: Mesh | None
+    kind: str, name: str, axis_name: Axes, groups: Groups, wires: WireDtypes, mesh: Mesh | None
 ) -> CollectivePlan:
     owner, axes = resolve_groups(axis_name, mesh, groups, name)
     to = _result_state(groups)
@@ -244,21 +261,21 @@ def _plan_extreme(
     def leaf(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return require_number(value, name)
-        _check_real(value, name)
-        return Transfer(_all_reduce(owner, axes, kind, value.shape, value.dtype, to), value)
+        check_wire_dtypes(name, value.dtype, wires)
+        check_real(value, name)
+        return Transfer(_all_reduce(owner, axes, kind, value.shape, value.dtype, to, wires), value)
 
     return CollectivePlan(name, leaf, _signature(axis_name, groups, kind))
 
 
-def _check_real(x: torch.Tensor, where: str) -> None:
-    if x.dtype.is_complex:
-        rule, fix = "complex numbers have no order", "x.abs(), or x.real and x.imag one by one"
-        fail(where, f"a tensor of {x.dtype}", rule, fix)
-
-
 @collective
 def pprod(
-    axis_name: Axes, *, axis_index_groups: Groups = None, mesh: Mesh | None = None
+    axis_name: Axes,
+    *,
+    axis_index_groups: Groups = None,
+    forward_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+    mesh: Mesh | None = None,
 ) -> CollectivePlan:
     """Return the elementwise product over the ranks along axes, on every rank.
 
@@ -267,6 +284,8 @@ def pprod(
             the number of ranks.
         axis_name: the axis, or a tuple of axes.
         axis_index_groups: as in `psum`.
+        forward_dtype: dtype of values sent and multiplied; the result has the dtype of `x`.
+        backward_dtype: no effect without groups, as the gradient sends nothing.
         mesh: the mesh of the axes, outside of a `shard_map`.
 
     Returns:
@@ -287,14 +306,16 @@ def pprod(
     tensor([6.])
     """
     owner, axes = resolve_groups(axis_name, mesh, axis_index_groups, "fs.pprod")
-    to = _result_state(axis_index_groups)
+    wires, to = (forward_dtype, backward_dtype), _result_state(axis_index_groups)
 
     def leaf(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return require_number(value, "fs.pprod") ** owner.axis_size(axes)
+        check_wire_dtypes("fs.pprod", value.dtype, wires)
         if is_differentiated(value):
-            return gather_transfer(owner, axes, value, to, lambda stack: stack.prod(0))
-        return Transfer(_all_reduce(owner, axes, "product", value.shape, value.dtype, to), value)
+            return gather_transfer(owner, axes, value, to, wires, product_of_rows(value, wires))
+        prog = _all_reduce(owner, axes, "product", value.shape, value.dtype, to, wires)
+        return Transfer(prog, value)
 
     signature = _signature(axis_name, axis_index_groups, "product")
     return CollectivePlan("fs.pprod", leaf, signature)
@@ -365,7 +386,7 @@ def _index_of_extreme(kind: str, name: str, x: Tree, axis_name: Axes, mesh: Mesh
         if value is None:
             return None
         local = require_tensor(value, name).detach()
-        _check_real(local, name)
+        check_real(local, name)
         limit = torch.inf if kind == "max" else -torch.inf
         local = local.to(torch.uint8) if local.dtype == torch.bool else local
         return (

@@ -126,6 +126,23 @@ def scatters() -> Iterator[Collective]:
         )
 
 
+def reduced_scatters() -> Iterator[Collective]:
+    reductions: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "avg": lambda x: x.mean(0), "max": lambda x: x.amax(0), "min": lambda x: x.amin(0),
+        "product": lambda x: x.prod(0),
+    }  # fmt: skip
+    for kind, reduce in reductions.items():
+        yield Collective(
+            f"psum_scatter by {kind}",
+            lambda x, ax, k=kind, **o: fs.psum_scatter(
+                x, ax, scatter_dimension=1, tiled=True, kind=k, **o
+            ),
+            lambda xs, f=reduce: list(f(torch.stack(xs)).chunk(len(xs), 1)),
+            sized(1, 2, True),
+            linear=kind == "avg",
+        )
+
+
 def exchanges() -> Iterator[Collective]:
     dims = ((0, 0), (1, 1), (0, 1), (1, 0), (-1, 0), (2, 1), (0, 2))
     for (split, concat), tiled in itertools.product(dims, (False, True)):
@@ -228,7 +245,8 @@ def sized(dim: int, ndim: int, tiled: bool) -> Callable[[int], tuple[int, ...]]:
 
 
 CASES = [
-    *reductions(), *gathers(), *scatters(), *exchanges(), *permutes(), *grouped(),
+    *reductions(), *gathers(), *scatters(), *reduced_scatters(), *exchanges(), *permutes(),
+    *grouped(),
 ]  # fmt: skip
 
 

@@ -19,12 +19,20 @@ F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
 
 @dataclass(frozen=True)
 class Sender:
-    """Collective of one tensor with n rows, and the directions in which it sends."""
+    """Collective of one tensor with n rows, and the directions in which it sends.
+
+    Attributes:
+        cotangents: whether backward sends cotangents, and not only counts of ties.
+        computes_in: the dtype of the gradient: that of "backward", for a sum; that of the tensor,
+            "x", for an extreme; that of "forward", for a product.
+    """
 
     name: str
     run: Callable[..., torch.Tensor]
     forward: bool = True
     backward: bool = True
+    cotangents: bool = True
+    computes_in: str = "backward"
 
 
 def ragged(x: torch.Tensor, axes: Any, mesh: Mesh, **o: Any) -> torch.Tensor:
@@ -41,6 +49,13 @@ def senders() -> Iterator[Sender]:
     size = fs.axis_size
     yield Sender("psum", fs.psum, backward=False)
     yield Sender("pmean", fs.pmean, backward=False)
+    for extreme in (fs.pmax, fs.pmin):
+        yield Sender(extreme.__name__, extreme, cotangents=False, computes_in="x")
+    yield Sender("pprod", fs.pprod, backward=False, computes_in="forward")
+    kinds = {"avg": "backward", "max": "x", "min": "x", "product": "forward"}
+    for kind, dtype in kinds.items():
+        run = lambda x, ax, k=kind, **o: fs.psum_scatter(x, ax, tiled=True, kind=k, **o)  # noqa: E731
+        yield Sender(f"psum_scatter by {kind}", run, computes_in=dtype)
     yield Sender("pcast", lambda x, ax, **o: fs.pcast(x, ax, to="varying", **o), forward=False)
     for to in ("varying", "reduced", "invariant"):
         run = lambda x, ax, s=to, **o: fs.all_gather(x, ax, axis=1, to=s, **o)  # noqa: E731
@@ -86,6 +101,24 @@ def gradient(
     return y.detach(), ct, torch.autograd.grad(y, leaf, ct)[0]
 
 
+def reference(
+    case: Sender, run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, ct: torch.Tensor,
+    forward: torch.dtype, backward: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return the result and the gradient of the plain collective of cast tensors."""
+    sent = x.to(forward)
+    if case.computes_in == "x":
+        leaf = sent.to(x.dtype).requires_grad_()
+    else:
+        leaf = (x.to(backward) if case.computes_in == "backward" else sent).requires_grad_()
+    multiplies = case.computes_in == "forward"
+    arrived = ct.to(backward) if case.cotangents and not multiplies else ct
+    (grad,) = torch.autograd.grad(run(leaf), leaf, arrived.to(leaf.dtype))
+    if multiplies:  # before it sends
+        grad = grad.to(x.dtype).to(backward)
+    return run(sent).to(x.dtype), grad.to(x.dtype)
+
+
 def on_rank(mesh: Mesh) -> list[str]:
     """Return a text for each collective and dtypes that are wrong on this rank."""
     axes = mesh.axes
@@ -100,13 +133,10 @@ def on_rank(mesh: Mesh) -> list[str]:
 
             wired = partial(run, forward_dtype=forward, backward_dtype=backward)
             y, ct, grad = gradient(wired, x, 100 + seed)
-            expected = run(x.to((forward if item.forward else None) or dtype)).to(dtype)
-            wire = (backward if item.backward else None) or dtype
-            leaf = x.to(wire).requires_grad_()
-            (want_grad,) = torch.autograd.grad(run(leaf), leaf, ct.to(wire))
+            wires = (item.forward and forward) or dtype, (item.backward and backward) or dtype
+            expected, want_grad = reference(item, run, x, ct, *wires)
             name = f"{item.name} of {dtype}, {forward} and {backward}"
             wrong += [f"{name}: {y} is not {expected}"] * (not torch.equal(y, expected))
-            want_grad = want_grad.to(dtype)
             wrong += [f"{name}: grad {grad}, not {want_grad}"] * (not torch.equal(grad, want_grad))
             wrong += [name] * (y.dtype != dtype or grad.dtype != dtype)
     return wrong

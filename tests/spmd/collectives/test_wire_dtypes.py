@@ -32,7 +32,7 @@ from tests.helpers.spmd.wire_dtype_cases import (
 )
 
 
-def test_all_linear_collectives_have_wire_dtypes() -> None:
+def test_all_collectives_of_values_have_wire_dtypes() -> None:
     plans: list[Callable[..., Any]] = [*COLLECTIVE_PLANS.values(), fs.ragged_all_to_all]
     with_both = {
         plan.__name__ for plan in plans
@@ -66,15 +66,20 @@ def test_bytes_scale_with_the_wire_dtype(case: Sender) -> None:
     plain, wired = run(), run(forward_dtype=BF16, backward_dtype=F64)
     assert wired.counts == plain.counts
     assert 2 * wired.forward.total_bytes == plain.forward.total_bytes
-    assert wired.backward.total_bytes == 2 * plain.backward.total_bytes
+    expected = 2 * plain.backward.total_bytes
+    if case.computes_in == "x" and case.cotangents:  # half of the gathers are of the result
+        expected -= plain.backward.bytes["all_gather", "i"] * 3 // 4
+    assert wired.backward.total_bytes == expected
     moves = case.forward and "groups" not in case.name
     assert bool(plain.forward.total_bytes) == moves
 
 
 def test_second_derivatives_send_forward_dtype_again() -> None:
+    linear = [case for case in SENDERS if case.computes_in == "backward"]
+
     def body(x: torch.Tensor) -> list[bool]:
         results = []
-        for case in SENDERS:
+        for case in linear:
             leaf = x.clone().requires_grad_()
             y = case.run(leaf, "i", mesh=LINE, forward_dtype=BF16, backward_dtype=F64)
             ct = torch.ones_like(y).requires_grad_()
@@ -84,7 +89,7 @@ def test_second_derivatives_send_forward_dtype_again() -> None:
         return results
 
     for results in fs.simulate(LINE, lambda: body(randn(torch.Size((2, 3)), F32, this_rank(LINE)))):
-        assert results == [True] * len(SENDERS)
+        assert results == [True] * len(linear)
 
 
 def test_wire_dtypes_of_trees_and_started_collectives() -> None:
@@ -123,6 +128,38 @@ def test_wire_dtypes_of_trees_and_started_collectives() -> None:
             first, second = (case[name].to(BF16) for case in by_place)
             assert torch.equal(later[name], (first + second).float())
             assert torch.equal(later[name], at_once[name])
+
+
+@pytest.mark.parametrize("op", [fs.pmax, fs.pmin])
+def test_extremes_in_groups_add_cotangents_in_backward_dtype(op: Any) -> None:
+    share = {0: 1.0, 1: 4 / 3}
+
+    def body() -> Any:
+        rank = this_rank(LINE)
+        x = torch.tensor([1.0 + rank / 1024, 1.0 + rank], requires_grad=True)
+        groups: Any = {"axis_index_groups": [[0, 1]], "mesh": LINE}
+        y = op(x, "i", forward_dtype=BF16, backward_dtype=BF16, **groups)
+        return torch.autograd.grad(y, x, torch.full((2,), share[rank]))[0].tolist()
+
+    total = float(sum(torch.tensor(s).to(BF16) for s in share.values()))
+    grads = fs.simulate(LINE, body)  # by device; the first elements tie in bfloat16
+    assert [grad[0] for grad in grads] == [total / 2] * 2
+    assert sorted(grad[1] for grad in grads) == [0.0, total]
+
+
+def test_parts_of_a_differentiated_program_keep_wire_dtypes() -> None:
+    src = Spec(LINE, P(unreduced={"i": "max"}), shape=(4, 2))
+    prog = fs.redistribute(
+        src, src.replace(partition=P("i")), forward_dtype=BF16, backward_dtype=F64
+    )
+    shards = [randn(torch.Size((4, 2)), F32, seed).requires_grad_() for seed in range(2)]
+    with fs.comm_log() as log:
+        ys = prog(tuple(shards))
+        grads = torch.autograd.grad([y.sum() for y in ys], shards)
+    rounded = torch.stack([x.detach().to(BF16).float() for x in shards])
+    assert torch.equal(fs.unshard((ys, prog.dst)), rounded.amax(0))
+    assert torch.equal(torch.stack(grads), (rounded == rounded.amax(0)).float())
+    assert log.forward.total_bytes == 4 * BF16.itemsize  # a rank keeps its half
 
 
 def test_wire_dtypes_of_integers_and_booleans() -> None:
@@ -191,3 +228,18 @@ def test_programs_refuse_the_same_wire_dtypes() -> None:
         ShardingError, match=r"sent in torch.bfloat16\n  rule:  the dtype sent must"
     ):
         fs.redistribute(src, src.replace(partition=P()), forward_dtype=BF16)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "rule"),
+    [
+        ("maximum", F32, "kind must be one of sum, avg, max, min, product"),
+        ("max", torch.complex64, "complex numbers have no order"),
+        ("sum", torch.bool, "booleans have no sum"),
+        ("avg", torch.int64, "an average must be of floating or complex values"),
+    ],
+)
+def test_refused_kinds_of_psum_scatter(kind: str, dtype: torch.dtype, rule: str) -> None:
+    x = torch.ones(2, dtype=dtype)
+    with pytest.raises(ShardingError, match=f"fs.psum_scatter\n  given: .*\n  rule:  {rule}"):
+        fs.simulate(LINE, lambda: fs.psum_scatter(x, "i", kind=kind, mesh=LINE))
