@@ -18,7 +18,9 @@ from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import ShardingError
 
 LIBRARY = "fshard"
-PACKAGES = frozenset((LIBRARY, "torch", "threading", "optree", "contextlib", "functools"))
+PACKAGES = frozenset(
+    (LIBRARY, "torch", "threading", "optree", "contextlib", "functools", "inspect")
+)
 """Packages whose frames are not the user's."""
 TYPED = ("<stdin>", "<python-input", "<ipython-input")
 """File names of code typed at a prompt; other code without a file is generated."""
@@ -30,7 +32,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def runs_users_operation(fn: F) -> F:
-    """Mark a function that runs an operation of the user, whose errors it raises (a decorator)."""
+    """Mark a function whose calls take the user's arguments: errors there are the user's."""
     _FOR_USER.add(fn.__code__)
     return fn
 
@@ -115,6 +117,7 @@ def boundary(fn: Callable[..., Any]) -> Callable[..., Any]:
         return fn
 
     @functools.wraps(fn)
+    @runs_users_operation
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return fn(*args, **kwargs)

@@ -18,6 +18,7 @@ from torch.overrides import resolve_name
 from fshard._torch.dynamo import register_pytree_node
 from fshard._util.errors import ShardingError, fail
 from fshard._util.text import numbers_text, plural
+from fshard._util.tracebacks import boundary
 from fshard.layout.mesh import Mesh
 from fshard.layout.spec import Spec
 
@@ -42,6 +43,13 @@ TORCH_NAMES = {
 """Functions of torch that have another name than the operator."""
 VIEWS = ("T", "mT", "H", "mH", "real", "imag")
 """Attributes of a tensor that are tensors computed from it."""
+OF_VALUES = ("item", "tolist", "numpy", "backward")
+"""Methods of a tensor that need the values of all shards in this process."""
+OF_LOCALS = (
+    "requires_grad_", "retain_grad", "register_hook", "cpu", "cuda", "pin_memory", "share_memory_",
+    "stride", "is_contiguous", "data_ptr", "element_size", "untyped_storage",
+)  # fmt: skip
+"""Methods of a tensor that are of its memory, device or gradient."""
 
 
 class NotATensorError(ShardingError, TypeError, AttributeError):
@@ -187,11 +195,17 @@ def _attribute(pair: Sharded, name: str) -> NoReturn:
         raise AttributeError(f"a Sharded pair has no attribute {name!r}", name=name, obj=pair)
     if hasattr(Spec, name):
         _fail(f"pair.{name}", pair, f"pair.spec.{name}")
+    if name in OF_VALUES:
+        _fail(f"pair.{name}()", pair, f"fs.unshard(pair).{name}()")
+    local = "pair.local" if isinstance(pair.local, torch.Tensor) else "pair.local[0]"
+    if name in OF_LOCALS:
+        _fail(f"pair.{name}()", pair, f"{local}.{name}(*args)")
+    if name.endswith("_") and hasattr(torch.Tensor, name[:-1]):
+        _fail(f"pair.{name}", pair, f"pair = fs.apply(torch.Tensor.{name[:-1]}, pair, *args)")
     if callable(getattr(torch.Tensor, name)):
         _fail(f"pair.{name}", pair, f"fs.apply(torch.Tensor.{name}, pair, *args)")
     if name in VIEWS:
         _fail(f"pair.{name}", pair, f"fs.apply(lambda x: x.{name}, pair)")
-    local = "pair.local" if isinstance(pair.local, torch.Tensor) else "pair.local[0]"
     _fail(f"pair.{name}", pair, f"{local}.{name}")
 
 
@@ -219,12 +233,14 @@ REFUSALS = (
         "__contains__": _contains,
         "__len__": _conversion("len(pair)", "pair.shape[0]"),
         "__bool__": _conversion("bool(pair)", "bool(fs.unshard(pair)), or pair is not None"),
+        "__float__": _conversion("float(pair)", "float(fs.unshard(pair))"),
+        "__int__": _conversion("int(pair)", "int(fs.unshard(pair))"),
         "__array__": _conversion("np.asarray(pair)", "fs.unshard(pair).numpy()"),
     }
 )
 for _name, _method in REFUSALS.items():
     # Set here, so that a type checker reports these uses of a pair.
-    setattr(Sharded, _name, _method)
+    setattr(Sharded, _name, boundary(_method))
 
 
 # -- text -----------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fshard._util.errors import fail
+from fshard._util.tracebacks import runs_users_operation
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
 from fshard.layout.tree import broadcast_prefix, paths
@@ -57,15 +58,17 @@ class ArgSignature:
     """Parameters of a function, read once; without the first `skip`.
 
     Attributes:
+        name: the function's name.
         signature: the signature, None for builtins that have none.
         parameters: its parameters.
         num_named: number of parameters that are not `*args` or `**kwargs`.
         is_variadic: whether the number of positional arguments is not limited.
     """
 
-    __slots__ = ("is_variadic", "num_named", "parameters", "signature")
+    __slots__ = ("is_variadic", "name", "num_named", "parameters", "signature")
 
     def __init__(self, fn: Callable[..., Any], *, skip: int = 0) -> None:
+        self.name = getattr(fn, "__name__", type(fn).__name__)
         self.signature: inspect.Signature | None
         try:
             self.signature = inspect.signature(fn)
@@ -81,10 +84,14 @@ class ArgSignature:
         self.num_named = sum(kind not in variadic for kind in kinds)
         self.is_variadic = not kinds or inspect.Parameter.VAR_POSITIONAL in kinds
 
+    @runs_users_operation
     def check(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Raise Python's own TypeError for a call that does not fit."""
+        """Raise TypeError, as Python does, for a call that does not fit."""
         if self.signature is not None:
-            self.signature.bind(*args, **kwargs)
+            try:
+                self.signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{self.name}(): {error}") from None
 
 
 def match_specs(

@@ -186,13 +186,18 @@ def test_tensor_and_pair_together_are_refused(name: str) -> None:
     ("use", "fix"),
     [
         (bool, "bool(fs.unshard(pair)), or pair is not None"),
+        (float, "float(fs.unshard(pair))"),
+        (int, "int(fs.unshard(pair))"),
+        (lambda x: x.item(), "fs.unshard(pair).item()"),
+        (lambda x: x.requires_grad_(), "pair.local[0].requires_grad_(*args)"),
+        (lambda x: x.add_(1), "pair = fs.apply(torch.Tensor.add, pair, *args)"),
         (np.asarray, "fs.unshard(pair).numpy()"),
         (lambda x: np.ones(2) * x, "fs.unshard(pair).numpy()"),
         (lambda x: x.view(8), "fs.apply(torch.Tensor.view, pair, *args)"),
         (torch.nn.Linear(2, 3), "fs.apply(torch.nn.functional.linear, pair, tensor, tensor)"),
         (lambda x: x < None, "fs.apply(torch.lt, pair, None)"),
     ],
-    ids=["bool", "asarray", "array", "view", "module", "comparison"],
+    ids=lambda value: value.replace("(*args)", "") if isinstance(value, str) else "",
 )
 def test_refusal_names_the_call(use: Callable[[Any], Any], fix: str) -> None:
     assert fix_of(use) == fix

@@ -75,6 +75,12 @@ ERRORS: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "batch": (lambda: BATCH([(X, X)]), ["<lambda>"]),
     "parse": (lambda: fs.parse("f32[8@q]", MESH), ["<lambda>"]),
     "random": (lambda: fs.random.uniform(3, SPEC), ["<lambda>"]),
+    "operator": (lambda: PAIR + 1, ["<lambda>"]),
+    "method": (lambda: PAIR.sum(0), ["<lambda>"]),
+    "no argument": (lambda: fs.rule(linear=()), ["<lambda>"]),  # type: ignore[call-arg]
+    "no argument of the body": (lambda: mapped(lambda: X), ["<lambda>", "mapped"]),
+    "no axis": (lambda: mapped(lambda x: fs.psum(x, to=3)),  # type: ignore[call-arg]
+                ["<lambda>", "mapped", "<lambda>"]),
 }  # fmt: skip
 
 

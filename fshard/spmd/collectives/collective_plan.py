@@ -23,7 +23,7 @@ import torch
 from fshard._torch.functorch import is_transformed
 from fshard._util.cache import CACHE_SIZE, BoundedDict
 from fshard._util.errors import fail
-from fshard._util.tracebacks import hide_frames
+from fshard._util.tracebacks import hide_frames, runs_users_operation
 from fshard.layout.tree import flatten, unflatten
 from fshard.plan.batch.coalesce import launch_keys
 from fshard.program.program import Program
@@ -183,6 +183,7 @@ def _cached_plan(
     return plan
 
 
+@runs_users_operation
 def _make_plan(
     make_plan: Callable[..., CollectivePlan], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> CollectivePlan:
