@@ -125,7 +125,7 @@ class _CheckedTransport:
     def call(self) -> Iterator[None]:
         """Run one call of a mapped function, whose begin and end are written to the store."""
         self.status.call += 1
-        self.status.awaited = None
+        self.status.awaited, self.status.is_origin = None, False
         self.remark, self.inside = str, True
         with self._names_store("before its first collective"):
             self._write_status("running")
@@ -147,12 +147,6 @@ class _CheckedTransport:
         line = raise_line(error.__traceback__) if line is None else line
         with suppress(dist.DistError):  # the error itself is raised
             self._write_status(f"raised {one_line(error)}{line}", "raised")
-
-    def report_uncaught(self) -> None:
-        """Write the error that ends this process, so that waiting ranks name it."""
-        error = getattr(sys, "last_value", None)
-        if error is not None and self.world.is_current:
-            self.report_error(error)
 
     def _write_status(self, position: str, ended: str = "") -> None:
         """Write this rank's position; outside of a call it has returned unless it raises."""
@@ -465,6 +459,14 @@ def _is_at(verdict: str, moment: Moment) -> bool:
 _CHECKED: dict[Group, _CheckedTransport] = {}
 
 
+def _report_uncaught() -> None:
+    """Write the error that ends this process, so that waiting ranks name it."""
+    error = getattr(sys, "last_value", None)
+    for checked in _CHECKED.values() if error is not None else ():
+        if checked.world.is_current:
+            checked.report_error(error)
+
+
 @contextmanager
 def checked_collectives(mesh: Mesh) -> Iterator[None]:
     """Compare the collectives of a call among the ranks of `mesh` before each is launched.
@@ -485,7 +487,8 @@ def checked_collectives(mesh: Mesh) -> Iterator[None]:
         if any(other.world is not transport for other in _CHECKED.values()):
             _CHECKED.clear()  # their process groups were replaced
         checked = _CHECKED[ranks] = _CheckedTransport(transport, mesh)
-        atexit.register(checked.report_uncaught)  # before the end of the process groups
+        atexit.unregister(_report_uncaught)
+        atexit.register(_report_uncaught)  # runs before the end of these process groups
     checked.mesh = mesh
     with as_checked(checked), checked.call():
         yield

@@ -10,6 +10,7 @@ machine or of its network is not noticed here; the timeout ends that wait.
 from __future__ import annotations
 
 import errno
+import ipaddress
 import json
 import os
 import select
@@ -35,6 +36,16 @@ def _route_address() -> str:
         return "127.0.0.1"
 
 
+def _close_with(owner: object, sockets: dict[int, socket.socket]) -> None:
+    """Close sockets once `owner` is freed; a `__del__` in a cycle may run after theirs warn."""
+
+    def close() -> None:
+        for connection in sockets.values():
+            connection.close()
+
+    weakref.finalize(owner, close).atexit = False  # the system closes them last
+
+
 class Listener:
     """Socket of this process, which the system closes with it.
 
@@ -54,10 +65,7 @@ class Listener:
         with suppress(RuntimeError):  # the store of the fake backend keeps nothing
             store.set(key.format(rank), address)
         _LISTENERS.add(self)
-
-    def __del__(self) -> None:
-        if hasattr(self, "socket"):
-            self.socket.close()
+        _close_with(self, {rank: self.socket})
 
 
 _LISTENERS: weakref.WeakSet[Listener] = weakref.WeakSet()
@@ -86,10 +94,7 @@ class ProcessWatch:
         self.is_local: dict[int, bool] = {}
         """True for a rank of this machine, once its address is known."""
         self.gone: set[int] = set()
-
-    def __del__(self) -> None:
-        for connection in self.connections.values():
-            connection.close()
+        _close_with(self, self.connections)
 
     def ended(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """Return those of `ranks` whose processes have ended, and watch all from now on."""
@@ -115,7 +120,7 @@ class ProcessWatch:
             return
         name, host, port = json.loads(self.store.get(key))
         self.is_local[rank] = is_local = name == socket.gethostname()
-        if host.startswith("127.") and not is_local:
+        if ipaddress.ip_address(host).is_loopback and not is_local:
             return  # it names another machine there
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.connections[rank] = connection = socket.socket(family)

@@ -359,6 +359,18 @@ def test_rank_that_raised_no_longer_waits(pair: list[_CheckedTransport]) -> None
     assert statuses[0].position.startswith("raised ShardingError: ranks waited")
 
 
+def test_rank_that_raised_in_an_earlier_call_is_not_blamed(pair: list[_CheckedTransport]) -> None:
+    first, second = pair
+    with pytest.raises(KeyError), first.call():
+        raise KeyError("earlier")
+    with second.call():
+        pass
+    with pytest.raises(ValueError, match="later"), second.call():
+        raise ValueError("later")
+    with first.call(), pytest.raises(ShardingError, match=r"look at the error of rank 1$"):
+        first._compare(fingerprint("all_reduce", torch.ones(2), "sum"), (0, 1))
+
+
 # -- ragged exchanges --------------------------------------------------------------------------
 
 
