@@ -267,3 +267,32 @@ def test_check_values_compares_non_tensors_under_one_rank(at: int, check: Any) -
         "a result that is not a tensor must be equal on every rank",
         "torch.tensor([value]) with an out spec that concatenates the ranks' values",
     )
+
+
+@pytest.mark.parametrize(
+    ("arrays", "equal"),
+    [
+        ((np.ones(2), np.ones(2)), True),
+        ((np.array([np.nan, 1.0]), np.array([np.nan, 1.0])), True),
+        ((np.array(["a"]), np.array(["a"])), True),
+        ((np.ones(1), np.ones(2)), False),
+        ((np.ones(3), np.ones(2)), False),
+        ((np.ones(2), np.zeros(2)), False),
+        ((np.ones(()), 1.0), False),
+    ],
+)
+def test_arrays_of_ranks_are_compared_by_shape_and_element(arrays: Any, equal: bool) -> None:
+    remaining = iter(arrays)
+    mapped = fs.shard_map(lambda: next(remaining), mesh=Mesh(x=2), in_specs=(), out_specs=None)
+    if equal:
+        assert mapped() is arrays[0]
+    else:
+        with pytest.raises(ShardingError, match="a result that is not a tensor must be equal"):
+            mapped()
+
+
+def test_pairs_that_ranks_return_are_refused() -> None:
+    pair = fs.shard(torch.ones(2), Mesh(x=2), P("x"))
+    mapped = fs.shard_map(lambda: fs.Sharded(*pair), mesh=Mesh(x=2), in_specs=(), out_specs=None)
+    with pytest.raises(ShardingError, match="a result that is not a tensor must be equal"):
+        mapped()

@@ -118,13 +118,18 @@ def are_close(a: torch.Tensor, b: torch.Tensor) -> bool:
 
     Ranks may add in another order. Sparse tensors are not compared.
     """
-    if a is b or a.layout is not torch.strided or torch.equal(a, b):
+    if a is b or a.layout is not torch.strided or a.numel() == 0:
+        return True
+    a, b = a.detach(), b.detach()
+    if a.dtype == torch.float4_e2m1fn_x2:
+        a, b = a.view(torch.uint8), b.view(torch.uint8)
+    elif a.dtype == torch.complex32 or (a.is_floating_point() and a.dtype.itemsize == 1):
+        wide = torch.complex64 if a.is_complex() else torch.float32
+        a, b = a.to(wide), b.to(wide)
+    if torch.equal(a, b):
         return True
     if not (a.is_floating_point() or a.is_complex()):
         return False
-    a, b = a.detach(), b.detach()
-    if a.dtype.itemsize == 1:
-        a, b = a.float(), b.float()
     tolerance = torch.finfo(a.dtype).eps ** 0.5
     scale = float(a.abs().amax())
     limit = tolerance * scale if scale < torch.inf else tolerance

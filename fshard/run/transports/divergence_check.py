@@ -461,9 +461,9 @@ _CHECKED: dict[Group, _CheckedTransport] = {}
 
 def _report_uncaught() -> None:
     """Write the error that ends this process, so that waiting ranks name it."""
-    error = getattr(sys, "last_value", None)
-    for checked in _CHECKED.values() if error is not None else ():
-        if checked.world.is_current:
+    error: BaseException | None = getattr(sys, "last_value", None)
+    for checked in _CHECKED.values():
+        if error is not None and checked.world.is_current:
             checked.report_error(error)
 
 

@@ -111,7 +111,11 @@ def test_rounding_and_nan_are_not_differences() -> None:
     assert values[0] == pytest.approx(1)
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float8_e5m2, torch.complex64])
+DTYPES = torch.int64, torch.bool, torch.float8_e5m2, torch.complex64, torch.complex32
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_differences_of_any_dtype_are_found(dtype: torch.dtype) -> None:
     ranks: list[int] = []
 
@@ -122,6 +126,15 @@ def test_differences_of_any_dtype_are_found(dtype: torch.dtype) -> None:
     with pytest.raises(ShardingError, match=r"result: element \(1,\) is .* on rank 0 and "):
         mapped(body)(torch.ones(2))
     assert mapped(body, check=False)(torch.ones(2)).shape == (2,)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2])
+def test_equal_values_of_any_dtype_pass(dtype: torch.dtype) -> None:
+    values = torch.ones(4 * dtype.itemsize, dtype=torch.uint8).view(dtype)
+    for value in (values, values[:0]):
+        y = mapped(lambda x, value=value: value)(torch.ones(2))
+        assert torch.equal(y.view(torch.uint8), value.view(torch.uint8))
 
 
 def test_meta_results_are_not_compared() -> None:
