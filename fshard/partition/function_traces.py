@@ -69,7 +69,7 @@ class FunctionTraces:
         known = self.states.get(key)
         if known is None:
             if len(self.states) >= MAX_STATES:
-                for cache in (self.states, self.traces, calls):
+                for cache in (self.states, self.traces, self.read, calls):
                     cache.clear()
             known = self.states[key] = key
         self.last = known

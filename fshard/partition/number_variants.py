@@ -16,6 +16,8 @@ from fshard.ops.core.cache_keys import freeze
 from fshard.partition.partitioned_call import PartitionedCall
 
 Plan = tuple[PartitionedCall, Sequence[Spec | None]]
+MAX_SYMBOLIC = 64
+"""Plans with symbols that are kept: the condition of one may hold for a single value."""
 
 
 class NumberVariants:
@@ -56,8 +58,9 @@ class NumberVariants:
         symbols = tuple(sorted(self.varying - self.needed))
         plan = self._symbolic(symbols, compute) if symbols else None
         if plan is not None:
+            symbols = plan[0].numbers
             constants = {index: value for index, value in key.items() if index not in symbols}
-            self.symbolic.append((constants, plan))
+            self.symbolic = [*self.symbolic[1 - MAX_SYMBOLIC :], (constants, plan)]
         else:
             plan = self.by_value[values] = compute(())
         return plan
@@ -65,12 +68,24 @@ class NumberVariants:
     def _symbolic(
         self, symbols: tuple[int, ...], compute: Callable[[tuple[int, ...]], Plan]
     ) -> Plan | None:
-        """Return a plan with symbols, None if it needs the value of one of them."""
+        """Return a plan with symbols for those of `symbols` whose values it does not need.
+
+        Returns:
+            None if it needs the values of all.
+        """
         try:
             plan = compute(symbols)
         except Exception:  # noqa: BLE001 - of a function that takes numbers alone, or NeedsValue
             plan = None
-        if plan is None or plan[0].accepts is None:
+        if plan is not None and plan[0].accepts is not None:
+            return plan
+        if len(symbols) == 1:
             self.needed.update(symbols)
             return None
-        return plan
+        plans = [self._symbolic((symbol,), compute) for symbol in symbols]
+        single = [plan for plan in plans if plan is not None]
+        others = tuple(symbol for symbol in symbols if symbol not in self.needed)
+        if 1 < len(others) < len(symbols):
+            return self._symbolic(others, compute)
+        self.needed.update(others[1:])
+        return single[0] if single else None

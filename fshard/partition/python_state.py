@@ -13,11 +13,20 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from operator import attrgetter, call, eq, is_, methodcaller
 from pathlib import Path
-from types import BuiltinMethodType, CodeType, FunctionType, MethodType, ModuleType
+from types import (
+    BuiltinMethodType,
+    CodeType,
+    FunctionType,
+    MappingProxyType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 
 import torch
@@ -36,14 +45,17 @@ VALUES = (
     Spec,
 )  # fmt: skip
 """Types of immutable values, which are compared by value."""
-ALWAYS_NAMED = frozenset(("forward", "__call__", "__wrapped__", "fn", "func"))
-"""Names that calls of modules and of wrapped functions read."""
+ALWAYS_NAMED = frozenset(
+    ("forward", "backward", "setup_context", "__call__", "__wrapped__", "fn", "func")
+)
+"""Names that calls of modules, of custom gradients and of wrapped functions read."""
+_CONSTRUCTORS = frozenset(("__init__", "__new__", "__post_init__", "__init_subclass__"))
 _LIBRARIES = sys.stdlib_module_names | {"torch", "fshard", "numpy"}
 
 Read = tuple[Callable[[Any], Any], Any, Any]
 """Function, its argument, and the value that it returned."""
 
-_contents = attrgetter("cell_contents")
+_contents, _current = attrgetter("cell_contents"), methodcaller("get", None)
 _defaults, _keyword_defaults = attrgetter("__defaults__"), attrgetter("__kwdefaults__")
 
 
@@ -191,15 +203,17 @@ class _Walk:
             self.compare(meta_getter, value)
         elif isinstance(value, dict) and type(value).__getitem__ is dict.__getitem__:
             self.read_items(value, value)
-        elif isinstance(value, list):
+        elif isinstance(value, list | deque):
             self.read_items(value, range(len(value)))
+        elif isinstance(value, MappingProxyType):
+            self.read_items(value, value)
         elif isinstance(value, tuple):
             self.items.append(len(value))
             self.todo += value[:MAX_ITEMS]
         elif isinstance(value, set | frozenset):
             self.containers.append((value, len(value)))
-            self.read_size(value)
-            self.items.append(frozenset(value) if len(value) <= MAX_ITEMS else None)
+            if len(value) <= MAX_ITEMS:
+                self.compare(frozenset, value)
         elif isinstance(value, FunctionType):
             self.visit_function(value)
         elif isinstance(value, MethodType):
@@ -216,6 +230,8 @@ class _Walk:
                 target = target.__self__
             self.weak.add(id(target))
             self.todo.append(target)
+        elif isinstance(value, ContextVar):
+            self.read(_current, value, _current(value))
         elif isinstance(value, staticmethod | classmethod):
             self.todo.append(value.__func__)
         elif isinstance(value, property):
@@ -263,12 +279,14 @@ class _Walk:
             else:
                 self.read(_contents, cell, contents)
         self.read_named(vars(function))
-        if not _is_library(function.__module__):
+        namespace = function.__globals__
+        if not _is_library(namespace.get("__name__")):  # a wrapper has the `__module__` it wraps
             names = _names_in(function.__code__)
             self.names |= names
-            namespace = function.__globals__
             for name in sorted(names & namespace.keys()):
                 self.read(namespace.get, name, namespace[name])
+            for name in sorted(names & sys.modules.keys()):  # imported in the function
+                self.todo.append(sys.modules[name])
 
     def visit_class(self, kind: type) -> None:
         """Visit the named attributes of a class and its bases; PyTorch's add names."""
@@ -278,6 +296,9 @@ class _Walk:
             if not _is_library(base.__module__):
                 self.read_size(vars(base))
                 self.read_named(vars(base))
+                for name, method in vars(base).items():  # which operators call without its name
+                    if name.startswith("__") and name not in _CONSTRUCTORS:
+                        self.todo += [method] if isinstance(method, FunctionType) else []
             elif issubclass(base, torch.nn.Module):
                 for name in self.filter & vars(base).keys():
                     function = vars(base)[name]
@@ -299,7 +320,7 @@ class _Walk:
         for name in _slots(type(value)):
             if name in self.filter and hasattr(value, name) and id(value) not in self.weak:
                 self.read(attrgetter(name), value, getattr(value, name))
-        if type(value).__module__ == "numpy" and getattr(value, "size", MAX_ITEMS) < MAX_ITEMS:
+        if type(value).__module__ == "numpy" and getattr(value, "size", MAX_ITEMS + 1) <= MAX_ITEMS:
             self.compare(methodcaller("tobytes"), value)
         self.todo.append(type(value))
 

@@ -11,6 +11,7 @@ import torch
 
 import fshard as fs
 from fshard import Mesh, P
+from fshard.partition import number_variants
 from tests.helpers.gloo.harness import run_ranks
 from tests.helpers.ops.block_cases import sample, traces_of
 
@@ -152,3 +153,21 @@ def test_unreduced_maxima_are_not_scaled_by_a_symbol() -> None:
     x = torch.arange(8.0).reshape(4, 2)
     for value in (1.0, 2.0, -3.0, 0.0, math.inf):
         torch.testing.assert_close(part(x, value), fn(x, value), equal_nan=True)
+
+
+def test_a_number_that_is_needed_does_not_make_others_needed() -> None:
+    part, x = fs.partition(lambda x, s, n: x.roll(n) * s, mesh=MESH), torch.arange(4.0)
+    for s, n in ((0.5, 1), (0.25, 2), (0.125, 2), (2.0, 2), (3.0, 2)):
+        torch.testing.assert_close(part(x, s, n), x.roll(n) * s)
+    # Of the first values, of both numbers as symbols, and of one of them as a symbol.
+    assert traces_of(part) == 4
+
+
+def test_plans_that_hold_for_one_value_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(number_variants, "MAX_SYMBOLIC", 2)
+    fn = lambda x, s: x * math.cos(s / 3)  # noqa: E731
+    part, x = fs.partition(fn, mesh=MESH), torch.arange(4.0)
+    for value in (1.0, 2.0, 3.0, 4.0, 2.0):
+        torch.testing.assert_close(part(x, value), fn(x, value))
+    (variants,) = part._calls.values()
+    assert len(variants) == 3

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import functools
+import gc
 import random
+import sys
+import weakref
+from collections import deque
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -156,6 +161,79 @@ def test_attributes_of_objects_are_seen(make: Callable[[], Any]) -> None:
     check_sees(lambda x: x * settings.scale, lambda: setattr(settings, "scale", 4.0))
 
 
+class Factor:
+    """Number with the operators of one."""
+
+    def __init__(self, table: dict[str, float]) -> None:
+        self.table = table
+
+    def __getattr__(self, name: str) -> float:
+        return self.__dict__["table"][name]
+
+    def __mul__(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.value
+
+
+def test_state_behind_operators_is_seen() -> None:
+    factor = Factor({"value": 2.0})
+    check_sees(lambda x: factor * x, lambda: factor.table.update(value=3.0))
+
+
+def test_items_of_other_containers_and_context_variables_are_seen() -> None:
+    names, queue, table = {"add", "mul"}, deque([1.0]), {"shift": 1.0}
+    proxy, variable = MappingProxyType(table), ContextVar("variable", default=1.0)
+
+    def replace() -> None:
+        names.remove("mul")
+        names.add("sub")
+
+    check_sees(lambda x: x * 2 if "mul" in names else x, replace)
+    check_sees(lambda x: x * queue[0], lambda: queue.__setitem__(0, 2.0))
+    check_sees(lambda x: x * proxy["shift"], lambda: table.update(shift=2.0))
+    check_sees(lambda x: x * variable.get(), lambda: variable.set(2.0))
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] * scale
+
+
+def test_state_of_a_custom_backward_is_seen() -> None:
+    scaled = Scaled.apply
+
+    def gradient(x: torch.Tensor) -> torch.Tensor:
+        y = x.detach().requires_grad_()
+        return torch.autograd.grad(scaled(y).sum(), y)[0]
+
+    check_sees(gradient, lambda: set_scale(3.0))
+
+
+def test_globals_of_a_wrapper_of_a_library_function_are_seen() -> None:
+    @functools.wraps(torch.relu)
+    def wrapper(x: torch.Tensor) -> Any:
+        return torch.relu(x) * scale
+
+    check_sees(wrapper, lambda: set_scale(3.0))
+
+
+def test_modules_imported_in_the_function_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = ModuleType("settings_of_a_test")
+    settings.__dict__["shift"] = 1.0
+    monkeypatch.setitem(sys.modules, settings.__name__, settings)
+
+    def fn(x: torch.Tensor) -> Any:
+        import settings_of_a_test  # type: ignore[import-not-found]
+
+        return x + settings_of_a_test.shift
+
+    check_sees(fn, lambda: vars(settings).update(shift=2.0))
+
+
 def test_state_behind_methods_and_properties_is_seen() -> None:
     scaler = Scaler()
     check_sees(scaler.run, lambda: scaler.scales.__setitem__(0, 3.0))
@@ -219,12 +297,17 @@ def test_unrelated_state_is_not_traced_anew() -> None:
     assert traces_of(part) == 1
 
 
-def test_traces_of_old_states_are_dropped() -> None:
-    part = fs.partition(helper, mesh=MESH)
-    for value in range(40):
+@pytest.mark.parametrize("fn", [helper, lambda x: x * scale.item()])
+def test_traces_of_old_states_and_their_tensors_are_dropped(fn: Callable[..., Any]) -> None:
+    part = fs.partition(fn, mesh=MESH)
+    tensors = []
+    for value in range(20):
         set_scale(torch.tensor(float(value)))
+        tensors.append(weakref.ref(scale))
         assert part(torch.ones(2))[0] == value
     assert traces_of(part) <= 16
+    gc.collect()
+    assert sum(tensor() is not None for tensor in tensors) <= 16
 
 
 def test_a_log_that_the_function_appends_to_is_not_read() -> None:
