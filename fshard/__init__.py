@@ -158,7 +158,19 @@ try:
 except PackageNotFoundError:  # a source tree that is not installed
     __version__ = "0+unknown"
 
-_publish(globals(), __all__)
+_publish(
+    globals(),
+    __all__,
+    results={
+        "Auto": "fs.auto",
+        "CommLog": "fs.comm_log",
+        "LocalType": "fs.typeof",
+        "Partition": "fs.partition",
+        "Pending": "fs.start",
+        "Picture": "fs.visualize",
+        "Strategy": "fs.propagate",
+    },
+)
 _publish(vars(random), random.__all__)
 
 

@@ -3,6 +3,7 @@
 - `errors`: `ShardingError` and the builders of its messages.
 - `hooks`: slots for functions of higher folders.
 - `tracebacks`: errors without the library's frames.
+- `signatures`: errors of calls that do not match a signature.
 - `cache`: the size limit of all caches.
 - `public`: signatures of public functions in `help()`.
 - `text`: widths, units, lists of words.

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import FunctionType, UnionType
 from typing import Any, NewType
 
-from fshard._util.tracebacks import boundary
+from fshard._util.tracebacks import boundary, explained
 
 
-def publish(namespace: dict[str, Any], names: Iterable[str]) -> None:
+def publish(
+    namespace: dict[str, Any], names: Iterable[str], results: Mapping[str, str] | None = None
+) -> None:
     """Make signatures of public functions and classes readable, and their errors short.
 
     Annotations become types in the place of the strings that `from __future__ import annotations`
     leaves, which `inspect.signature` would show. Public unions, `Step` for one, are shown by their
     name. The `__module__` of functions becomes the package's; classes keep theirs, by which
-    `inspect.getsource` and doctest find them. Functions become those of `boundary`.
+    `inspect.getsource` and doctest find them. Functions become those of `boundary`, methods
+    with options those of `explained`.
 
     Args:
         namespace: globals of the package.
         names: names of its public functions, classes and unions; other values are ignored.
+        results: names of classes that users do not construct, and functions that return them.
     """
     package = namespace["__name__"]
     unions: dict[str, Any] = {
@@ -38,6 +42,23 @@ def publish(namespace: dict[str, Any], names: Iterable[str]) -> None:
             if isinstance(value, FunctionType):
                 value.__module__ = package
                 namespace[name] = boundary(value)
+            elif results and name in results:
+                _hide_constructor(value, results[name])
+                continue
+            for member, method in list(vars(value).items()):
+                public = member == "__init__" or not member.startswith("_")
+                if public and isinstance(method, FunctionType):
+                    setattr(value, member, explained(method))
+
+
+def _hide_constructor(cls: Any, source: str) -> None:
+    """Show a class's constructor without its arguments."""
+    init = cls.__init__
+    init.__doc__ = f"Call `{source}`, which returns one."
+    unnamed = inspect.Parameter("_", inspect.Parameter.VAR_POSITIONAL)
+    init.__signature__ = inspect.Signature(
+        [next(iter(inspect.signature(init).parameters.values())), unnamed]
+    )
 
 
 def _resolve(value: Any, scope: dict[str, Any], unions: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ which adds no entry of its own. Functions that are called often have this in the
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 from collections.abc import Callable, Iterator
 from functools import lru_cache
@@ -16,6 +17,7 @@ from typing import Any, TypeVar
 
 from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import ShardingError
+from fshard._util.signatures import SignatureError, explain_binding
 
 LIBRARY = "fshard"
 PACKAGES = frozenset(
@@ -111,17 +113,49 @@ def _without_library(traceback: TracebackType | None, ours: bool) -> TracebackTy
 def boundary(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Return a public function whose errors have no frames of the library.
 
-    A function that calls `hide_frames` itself is returned unchanged.
+    Calls that do not match its signature raise a `SignatureError`. A function of any arguments that
+    calls `hide_frames` itself is returned unchanged.
     """
-    if "hide_frames" in fn.__code__.co_names:
+    any_arguments = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
+    takes_any = fn.__code__.co_flags & any_arguments == any_arguments
+    if takes_any and "hide_frames" in fn.__code__.co_names:
         return fn
 
     @functools.wraps(fn)
     @runs_users_operation
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            return fn(*args, **kwargs)
+            try:
+                return fn(*args, **kwargs)
+            except TypeError as error:
+                explain_binding(error, call, args, kwargs)
+                raise
         except Exception as error:
+            hide_frames(error)
+            raise
+
+    return call
+
+
+def explained(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that explains calls that do not match its signature.
+
+    One without options is returned unchanged, and so is one that is called often: it calls
+    `hide_frames` itself.
+    """
+    kinds = {p.kind for p in inspect.signature(method).parameters.values()}
+    if inspect.Parameter.KEYWORD_ONLY not in kinds or "hide_frames" in method.__code__.co_names:
+        return method
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            try:
+                return method(*args, **kwargs)
+            except TypeError as error:
+                explain_binding(error, call, args, kwargs)
+                raise
+        except SignatureError as error:
             hide_frames(error)
             raise
 

@@ -9,7 +9,6 @@ from typing import Any, overload
 import torch
 
 from fshard._util.errors import Problem, fail, raise_if
-from fshard._util.tracebacks import hide_frames
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
 from fshard.layout.tree import flatten
@@ -104,25 +103,19 @@ def redistribute(
     f32[1024@dp,512@tp] -> f32[1024@(dp,tp),512] on Mesh(dp=2, tp=4)
       all_to_all(tp, dim 1 -> 0)  f32[1024@(dp,tp),512]  196,608 B
     """
-    try:
-        problems = [*objective_problems(topology, objective), *bucket_problems(bucket_bytes)]
-        raise_if("fs.redistribute", problems)
-        if topology is not None and topology.links:
-            specs = [
-                spec for spec in (*flatten(src)[0], *flatten(dst)[0]) if isinstance(spec, Spec)
-            ]
-            as_topology("fs.redistribute", topology, meshes=[spec.mesh for spec in specs])
-        options = PlanOptions(
-            topology, objective, max_memory, as_types(exclude), forward_dtype, backward_dtype
-        )
-        if not options.is_hashable():
-            raise_if("fs.redistribute", options.restriction_problems())
-        if isinstance(src, Spec) and isinstance(dst, Spec):
-            return _plan(src, dst, options)
-        return plan_batch(src, dst, _plan, _plan_exchange, options, bucket_bytes)
-    except Exception as error:
-        hide_frames(error)
-        raise
+    problems = [*objective_problems(topology, objective), *bucket_problems(bucket_bytes)]
+    raise_if("fs.redistribute", problems)
+    if topology is not None and topology.links:
+        specs = [spec for spec in (*flatten(src)[0], *flatten(dst)[0]) if isinstance(spec, Spec)]
+        as_topology("fs.redistribute", topology, meshes=[spec.mesh for spec in specs])
+    options = PlanOptions(
+        topology, objective, max_memory, as_types(exclude), forward_dtype, backward_dtype
+    )
+    if not options.is_hashable():
+        raise_if("fs.redistribute", options.restriction_problems())
+    if isinstance(src, Spec) and isinstance(dst, Spec):
+        return _plan(src, dst, options)
+    return plan_batch(src, dst, _plan, _plan_exchange, options, bucket_bytes)
 
 
 @lru_cache(maxsize=16384)

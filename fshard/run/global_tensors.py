@@ -14,7 +14,6 @@ from fshard._torch.dynamo import skip_frames_below
 from fshard._torch.memory import unaliased
 from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import fail
-from fshard._util.tracebacks import hide_frames
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import LINEAR, PartitionSpec
 from fshard.layout.sharded import Pair, Sharded
@@ -216,17 +215,13 @@ def shard(
     >>> fs.shard(torch.arange(3.0), fs.Mesh(x=2), fs.P("x")).spec
     f32[3@x:chunk]
     """
-    try:
-        if partition is not None or not isinstance(spec, Spec):
-            spec = _layout_of(global_tensor, spec, partition, "fs.shard")
-        if current_transport() is None:
-            return Sharded(shards_of(global_tensor, spec), spec)
-        check_sharding(global_tensor, spec)
-        to_pair = lambda x: Sharded(unaliased(shard_program(spec)(x), [x]), spec)  # noqa: E731
-        return _typed("fs.shard", global_tensor, replicated(spec), spec, to_pair)
-    except Exception as error:
-        hide_frames(error)
-        raise
+    if partition is not None or not isinstance(spec, Spec):
+        spec = _layout_of(global_tensor, spec, partition, "fs.shard")
+    if current_transport() is None:
+        return Sharded(shards_of(global_tensor, spec), spec)
+    check_sharding(global_tensor, spec)
+    to_pair = lambda x: Sharded(unaliased(shard_program(spec)(x), [x]), spec)  # noqa: E731
+    return _typed("fs.shard", global_tensor, replicated(spec), spec, to_pair)
 
 
 def check_sharding(x: torch.Tensor, spec: Spec) -> None:
@@ -265,18 +260,14 @@ def unshard(pair: Pair, /) -> torch.Tensor:
     >>> fs.unshard(((torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0])), spec))
     tensor([11., 22.])
     """
-    try:
-        pair = _read_pair(pair, "fs.unshard")
-        local, spec = pair.local, pair.spec
-        prog = _unshard_program(spec)
-        if isinstance(local, torch.Tensor):
-            gather = lambda x: unaliased(prog(x), [x])  # noqa: E731
-            return _typed("fs.unshard", local, spec, prog.dst, gather)
-        shards = check_shards(local, spec, "fs.unshard")
-        return unaliased(replicated_value(prog(shards)), shards)
-    except Exception as error:
-        hide_frames(error)
-        raise
+    pair = _read_pair(pair, "fs.unshard")
+    local, spec = pair.local, pair.spec
+    prog = _unshard_program(spec)
+    if isinstance(local, torch.Tensor):
+        gather = lambda x: unaliased(prog(x), [x])  # noqa: E731
+        return _typed("fs.unshard", local, spec, prog.dst, gather)
+    shards = check_shards(local, spec, "fs.unshard")
+    return unaliased(replicated_value(prog(shards)), shards)
 
 
 @overload
@@ -317,25 +308,21 @@ def reshard(
     >>> fs.reshard(pair, fs.P()).local[1]
     tensor([0., 1., 2., 3.])
     """
-    try:
-        pair = _read_pair(pair, "fs.reshard")
-        local, spec = pair.local, pair.spec
-        if not isinstance(to, Spec | PartitionSpec):
-            fail("fs.reshard", f"{to!r}", "the target must be a Spec or a P",
-                 "fs.P('x'), say")  # fmt: skip
-        target = to if isinstance(to, Spec) else spec.replace(partition=to, uneven="chunk")
-        prog = redistribute(spec, target, **options)
-        if async_op:
-            return _start_reshard(prog, local)
-        if local is None:
-            return Sharded(prog(local), target)
-        if isinstance(local, torch.Tensor):
-            to_pair = lambda x: Sharded(unaliased(prog(x), [x]), target)  # noqa: E731
-            return _typed("fs.reshard", local, spec, target, to_pair)
-        return Sharded(tuple(unaliased(y, local) for y in prog(local)), target)
-    except Exception as error:
-        hide_frames(error)
-        raise
+    pair = _read_pair(pair, "fs.reshard")
+    local, spec = pair.local, pair.spec
+    if not isinstance(to, Spec | PartitionSpec):
+        fail("fs.reshard", f"{to!r}", "the target must be a Spec or a P",
+             "fs.P('x'), say")  # fmt: skip
+    target = to if isinstance(to, Spec) else spec.replace(partition=to, uneven="chunk")
+    prog = redistribute(spec, target, **options)
+    if async_op:
+        return _start_reshard(prog, local)
+    if local is None:
+        return Sharded(prog(local), target)
+    if isinstance(local, torch.Tensor):
+        to_pair = lambda x: Sharded(unaliased(prog(x), [x]), target)  # noqa: E731
+        return _typed("fs.reshard", local, spec, target, to_pair)
+    return Sharded(tuple(unaliased(y, local) for y in prog(local)), target)
 
 
 def _start_reshard(prog: Program, local: Any) -> Pending:

@@ -23,6 +23,7 @@ import torch
 from fshard._torch.functorch import is_transformed
 from fshard._util.cache import CACHE_SIZE, BoundedDict
 from fshard._util.errors import fail
+from fshard._util.signatures import explain_binding
 from fshard._util.tracebacks import hide_frames, runs_users_operation
 from fshard.layout.tree import flatten, unflatten
 from fshard.plan.batch.coalesce import launch_keys
@@ -124,16 +125,20 @@ def collective(
         if torch.compiler.is_compiling():
             return node(x, *args, **kwargs)
         try:
-            bound = current_axes()
-            key = _plan_key(make_plan, args, kwargs, bound)
-            value: Any = x
-            if key is not None and type(value) in TENSOR_TYPES:
-                recorded = _recording(key, make_plan, value, args, kwargs, bound)
-                if recorded is not None:
-                    needs_grad = value.requires_grad and torch.is_grad_enabled()
-                    result: Any = replay(recorded, value) if needs_grad else recorded.run(value)
-                    return result  # type: ignore[no-any-return]
-            return launch_collective(_cached_plan(key, make_plan, args, kwargs), x)()
+            try:
+                bound = current_axes()
+                key = _plan_key(make_plan, args, kwargs, bound)
+                value: Any = x
+                if key is not None and type(value) in TENSOR_TYPES:
+                    recorded = _recording(key, make_plan, value, args, kwargs, bound)
+                    if recorded is not None:
+                        needs_grad = value.requires_grad and torch.is_grad_enabled()
+                        result: Any = replay(recorded, value) if needs_grad else recorded.run(value)
+                        return result  # type: ignore[no-any-return]
+                return launch_collective(_cached_plan(key, make_plan, args, kwargs), x)()
+            except TypeError as error:
+                explain_binding(error, run, (x, *args), kwargs)
+                raise
         except Exception as error:
             hide_frames(error)
             raise

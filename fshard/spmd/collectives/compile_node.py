@@ -15,7 +15,6 @@ import torch
 
 from fshard._torch.dynamo import call_while_tracing, one_node, tree_flatten, tree_unflatten
 from fshard._util.errors import fail
-from fshard._util.tracebacks import hide_frames
 from fshard.layout.mesh import Mesh
 from fshard.run.transports.base import current_transport, is_simulated
 from fshard.spmd.axis_env import COMPILE_MESH
@@ -51,11 +50,7 @@ def _eager_or_compiled(
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         if torch.compiler.is_compiling():
             return compiled(*args, **kwargs)
-        try:
-            return fn(*args, **kwargs)
-        except Exception as error:
-            hide_frames(error)
-            raise
+        return fn(*args, **kwargs)
 
     return call
 
