@@ -30,13 +30,13 @@ RING = [(0, 1), (1, 2), (2, 3), (3, 0)]
 CALLS: dict[Any, tuple[dict[str, Any], dict[str, list[Any]]]] = {
     fs.psum: ({}, GROUPED | WIRES),
     fs.pmean: ({}, GROUPED | WIRES),
-    fs.pmax: ({}, GROUPED),
-    fs.pmin: ({}, GROUPED),
-    fs.pprod: ({}, GROUPED),
+    fs.pmax: ({}, GROUPED | WIRES),
+    fs.pmin: ({}, GROUPED | WIRES),
+    fs.pprod: ({}, GROUPED | WIRES),
     fs.all_gather: ({}, {"axis": [1, 2], "tiled": [True], "to": ["invariant"], **GROUPED, **WIRES}),
     fs.psum_scatter: (
         {"tiled": True},
-        {"scatter_dimension": [1], "tiled": [False], **GROUPED, **WIRES},
+        {"scatter_dimension": [1], "tiled": [False], "kind": ["max"], **GROUPED, **WIRES},
     ),
     fs.all_to_all: (
         {"split_axis": 0, "concat_axis": 0, "tiled": True},
