@@ -5,7 +5,9 @@ PyTorch's own decorators for this import the compiler, which takes a second.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -18,7 +20,7 @@ from torch.utils._pytree import (
 
 __all__ = [
     "PytreeNode", "call_while_tracing", "one_node", "register_pytree_node", "registered_node",
-    "skip_frame", "skip_frames_below", "tree_flatten", "tree_unflatten",
+    "skip_frame", "skip_frames_below", "tree_flatten", "tree_unflatten", "without_compiler",
 ]  # fmt: skip
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -66,6 +68,20 @@ def call_while_tracing(fn: F) -> F:
 def one_node(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Return `fn` as one node of a graph, which is not traced into."""
     return torch._dynamo.nonstrict_trace(fn)
+
+
+@contextmanager
+def without_compiler() -> Iterator[None]:
+    """Run compiled functions uncompiled in the block, in all threads."""
+    eval_frame: Any = sys.modules.get("torch._dynamo.eval_frame")
+    if eval_frame is None:  # nothing is compiled yet
+        yield
+        return
+    before, eval_frame._stance = eval_frame._stance, eval_frame.DynamoStance("force_eager")
+    try:
+        yield
+    finally:
+        eval_frame._stance = before
 
 
 class PytreeNode(NamedTuple):

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fshard._torch.dynamo import skip_frames_below
 from fshard._util.cache import BoundedDict
 from fshard._util.errors import fail, raise_if
 from fshard._util.tracebacks import hide_frames
@@ -60,6 +61,7 @@ Key = tuple[Any, ...]
 MAP_RECORDER = ContextVar[Callable[..., Any] | None]("fshard_map_recorder", default=None)
 """Function of a `MappedFunction`, args and kwargs that a trace calls in the place of a call."""
 
+UNTRACED = "a mapped function runs its body on its ranks"
 TENSOR = object()
 """Stands for a tensor among the leaves of a rank's result."""
 
@@ -84,6 +86,7 @@ def map_function(
         fail(where, f"{fn!r}", "the first argument must be a function", f"{where}(fn, ...)")
     function = MappedFunction(fn, where, mesh, in_specs, out_specs, axis_names, **options)
 
+    @skip_frames_below(UNTRACED)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return function.call(args, kwargs)

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from fshard._torch.memory import lazy_clone
+from fshard._torch.dynamo import without_compiler
 from fshard._torch.thread_state import ThreadSettings
 from fshard._util.errors import ShardingError
 from fshard._util.hooks import Hook
@@ -167,8 +168,9 @@ class SimulatedWorld:
             worker.job = lambda r=rank, f=function, c=context: c.run(self._run_rank, r, f, settings)
             rank.gate, rank.set_schedule = worker.gate, worker.set_schedule
         try:
-            self.order[0].gate.release()
-            self.ended.acquire()
+            with without_compiler():
+                self.order[0].gate.release()
+                self.ended.acquire()
         except BaseException as interrupt:
             self._stop(interrupt)
             raise
