@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from fshard._torch.memory import lazy_clone
 from fshard._torch.dynamo import without_compiler
+from fshard._torch.memory import lazy_clone
 from fshard._torch.thread_state import ThreadSettings
 from fshard._util.errors import ShardingError
 from fshard._util.hooks import Hook
