@@ -1,17 +1,92 @@
-"""Replacement of the functions with which `torch.utils.checkpoint` computes a part again."""
+"""`torch.utils.checkpoint` within the library: one form of it, which callers may replace.
+
+In the block of `checkpoint_form` a checkpoint with `use_reentrant=True` runs as one with False: the
+second run is then part of the recorded graph, which `torch.autograd.grad` differentiates.
+"""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from torch.utils import checkpoint
 
-RECOMPUTE: Any = checkpoint._checkpoint_without_reentrant_generator
-CHECKPOINT_FUNCTION: Any = checkpoint.CheckpointFunction
+Form = Callable[..., Iterator[None]]
+"""Generator function around the first run of a checkpointed function, which is its argument.
+
+The arguments after it are `preserve_rng_state`, `context_fn`, `determinism_check`, `debug`,
+`early_stop`, and those of the function.
+"""
+RECOMPUTE: Form = checkpoint._checkpoint_without_reentrant_generator
+_REENTRANT: Any = checkpoint.CheckpointFunction
+_FORM: ContextVar[Form | None] = ContextVar("fshard_checkpoint_form", default=None)
+_PATCH_LOCK = threading.Lock()
+_ACTIVE: list[Form] = []
 
 
-def replace_checkpoint(recompute: Any, reentrant: Any) -> None:
-    """Make `torch.utils.checkpoint` use these two for `use_reentrant=False` and `True`."""
+def current_form() -> Form:
+    """Return the form of checkpoints in this thread."""
+    return _FORM.get() or RECOMPUTE
+
+
+def _in_form(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
+    """Run by the current form; checkpoints in the second run have it too."""
+    form = _FORM.get()
+    if form is None:  # another thread
+        return RECOMPUTE(fn, *args, **kwargs)
+
+    def run_again(*xs: Any, **kwargs: Any) -> Any:
+        with checkpoint_form(form):
+            return fn(*xs, **kwargs)
+
+    return form(run_again, *args, **kwargs)
+
+
+class _CheckpointFunction:
+    """Replacement of PyTorch's reentrant checkpoint."""
+
+    @staticmethod
+    def apply(fn: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        if _FORM.get() is None:
+            return _REENTRANT.apply(fn, preserve_rng_state, *args)
+        return checkpoint.checkpoint(
+            fn, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state
+        )
+
+
+@contextmanager
+def checkpoint_form(form: Form | None = None) -> Iterator[None]:
+    """Run the checkpoints of the block by `form`, None for the current one.
+
+    It is that of this thread, and of threads that are started with its context.
+
+    >>> import torch
+    >>> x = torch.ones(2, requires_grad=True)
+    >>> with checkpoint_form():
+    ...     y = checkpoint.checkpoint(torch.exp, x, use_reentrant=True)
+    >>> torch.autograd.grad(y.log().sum(), x)[0]
+    tensor([1., 1.])
+    """
+    form = form or current_form()
+    with _PATCH_LOCK:
+        if not _ACTIVE:
+            _patch(_in_form, _CheckpointFunction)
+        _ACTIVE.append(form)
+    token = _FORM.set(form)
+    try:
+        yield
+    finally:
+        _FORM.reset(token)
+        with _PATCH_LOCK:
+            _ACTIVE.remove(form)
+            if not _ACTIVE:
+                _patch(RECOMPUTE, _REENTRANT)
+
+
+def _patch(generator: Any, reentrant: Any) -> None:
     checkpoint.__dict__.update(
-        _checkpoint_without_reentrant_generator=recompute, CheckpointFunction=reentrant
+        _checkpoint_without_reentrant_generator=generator, CheckpointFunction=reentrant
     )

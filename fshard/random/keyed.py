@@ -7,17 +7,16 @@ written in Python run without their check for function modes, and their callees 
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from types import CellType, FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from fshard._torch.checkpointing import CHECKPOINT_FUNCTION, RECOMPUTE, replace_checkpoint
+from fshard._torch.checkpointing import Form, checkpoint_form, current_form
 from fshard._torch.modes import function_modes
 from fshard._util.errors import fail, raise_if
 from fshard.ops.prng.keyed_block import keyed_block_hook
@@ -143,9 +142,6 @@ def _without_mode_check(func: FunctionType) -> Callable[..., Any]:
 
 # -- activation checkpointing ---------------------------------------------------------------
 
-_ACTIVE: list[KeyedMode] = []
-_PATCH_LOCK = threading.Lock()
-
 
 def _current_mode() -> KeyedMode | None:
     """Return the mode of the innermost block of this thread."""
@@ -162,30 +158,18 @@ def _drawing_mode() -> KeyedMode | None:
     return mode
 
 
-def _checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Checkpoint `fn` so that its recomputation in backward draws the same values."""
+def _checkpoint(outer: Form, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
+    """Checkpoint `fn` by `outer` so that its recomputation in backward draws the same values."""
     mode = _current_mode()
     if mode is None:
-        return RECOMPUTE(fn, *args, **kwargs)
+        return outer(fn, *args, **kwargs)
     first = mode.first + mode.count
 
     def rerun(*xs: Any, **kwargs: Any) -> Any:
         with mode.resumed(mode.key, first):
             return fn(*xs, **kwargs)
 
-    return RECOMPUTE(rerun, *args, **kwargs)
-
-
-class _ReentrantCheckpoint:
-    """Replacement of the reentrant checkpoint, which it refuses within a block."""
-
-    @staticmethod
-    def apply(*args: Any) -> Any:
-        if _current_mode() is not None:
-            fail("fs.random.keyed", "torch.utils.checkpoint with use_reentrant=True",
-                 "the recomputation must draw the same values, which this form cannot repeat",
-                 "use_reentrant=False")  # fmt: skip
-        return CHECKPOINT_FUNCTION.apply(*args)
+    return outer(rerun, *args, **kwargs)
 
 
 @contextmanager
@@ -196,9 +180,9 @@ def keyed(key: torch.Tensor, /) -> Iterator[None]:
     block is therefore a function of its arguments, with the same result on one device and in
     `fs.partition`; `fs.apply` in the block draws as the operation on one device does. In a
     `fs.shard_map` all ranks draw the same; fold `fs.axis_index` into the key for other draws on
-    each rank. `torch.utils.checkpoint` with `use_reentrant=False` repeats its draws in the
-    recomputation. Under `torch.vmap` one key draws once for the batch. Attention with `dropout_p`
-    is computed by matrix products. A call with `generator=` uses that generator.
+    each rank. `torch.utils.checkpoint` repeats its draws in the recomputation. Under `torch.vmap`
+    one key draws once for the batch. Attention with `dropout_p` is computed by matrix products. A
+    call with `generator=` uses that generator.
 
     Args:
         key: A key, int64 of shape `(2,)`, from `fs.random.key`, `split` or `fold_in`.
@@ -225,16 +209,5 @@ def keyed(key: torch.Tensor, /) -> Iterator[None]:
     True
     """
     raise_if("fs.random.keyed", key_problems(key))
-    mode = KeyedMode(key)
-    with _PATCH_LOCK:
-        if not _ACTIVE:
-            replace_checkpoint(_checkpoint, _ReentrantCheckpoint)
-        _ACTIVE.append(mode)
-    try:
-        with mode:
-            yield
-    finally:
-        with _PATCH_LOCK:
-            _ACTIVE.remove(mode)
-            if not _ACTIVE:
-                replace_checkpoint(RECOMPUTE, CHECKPOINT_FUNCTION)
+    with checkpoint_form(partial(_checkpoint, current_form())), KeyedMode(key):
+        yield

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fshard._torch.checkpointing import checkpoint_form
 from fshard._torch.dynamo import skip_frames_below
 from fshard._util.cache import BoundedDict
 from fshard._util.errors import fail, raise_if
@@ -295,7 +296,8 @@ class MappedCall:
         columns, ranks = self.locals_(), self.scope.mesh.ranks
         rows = list(zip(*columns, strict=True)) if columns else [()] * len(ranks)
         fn, check = self.function.fn, self.check_agreement
-        outs = map_ranks(self.scope, self.body, rows, fn, check, self.share_closure)
+        with checkpoint_form():
+            outs = map_ranks(self.scope, self.body, rows, fn, check, self.share_closure)
         returned = list(map(self.returned.__getitem__, ranks))
         return self.assemble(returned, list(zip(*outs, strict=True)), None)
 

@@ -240,11 +240,12 @@ def twice(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("nested", [False, True])
-def test_checkpoint_repeats_draws(inside: bool, nested: bool) -> None:
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint_repeats_draws(inside: bool, nested: bool, reentrant: bool) -> None:
     """Differentiate in the block and after it; later draws are unaffected."""
 
     def checkpointed(x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = checkpoint(twice, x, use_reentrant=False)
+        output: torch.Tensor = checkpoint(twice, x, use_reentrant=reentrant)
         return output
 
     def outer(x: torch.Tensor) -> torch.Tensor:
@@ -252,7 +253,7 @@ def test_checkpoint_repeats_draws(inside: bool, nested: bool) -> None:
         return checkpointed(once) if nested else twice(once)
 
     results = []
-    for run in (lambda x: checkpoint(outer, x, use_reentrant=False), lambda x: twice(twice(x))):
+    for run in (lambda x: checkpoint(outer, x, use_reentrant=reentrant), lambda x: twice(twice(x))):
         x = numbers(8, 8).requires_grad_()
         with fs.random.keyed(KEY):
             y = run(torch.rand(8, 8) * x) * torch.rand(8, 8)
@@ -260,15 +261,6 @@ def test_checkpoint_repeats_draws(inside: bool, nested: bool) -> None:
             rest = torch.rand(3)
         results.append((y, grad if grad is not None else torch.autograd.grad(y.sum(), x)[0], rest))
     assert all(map(torch.equal, *results))
-
-
-def test_reentrant_checkpoints_are_refused() -> None:
-    with pytest.raises(ShardingError) as error, fs.random.keyed(KEY):
-        checkpoint(twice, X.clone().requires_grad_(), use_reentrant=True)
-    assert str(error.value) == message(
-        "fs.random.keyed", "torch.utils.checkpoint with use_reentrant=True",
-        "the recomputation must draw the same values, which this form cannot repeat",
-        "use_reentrant=False")  # fmt: skip
 
 
 def test_checkpoint_patches_are_undone() -> None:

@@ -16,7 +16,6 @@ from torch import Tensor, fx
 from torch.autograd.function import once_differentiable
 
 from fshard._torch.autograd_state import SET_GRAD_ENABLED
-from fshard._torch.checkpointing import CHECKPOINT_FUNCTION
 from fshard._torch.fake_tensors import DataDependentOutputException, DynamicOutputShapeException
 from fshard._torch.functorch import SingleLevelFunction, new_context
 from fshard._torch.modes import DisableTorchFunction
@@ -177,7 +176,7 @@ def _members(inside: dict[fx.Node, None], gradients: Sequence[fx.Node]) -> list[
 def has_own_backward(cls: Any) -> bool:
     """Return True for a custom function, False for one of PyTorch around an operation."""
     is_torch = cls.__module__.startswith("torch.") and not cls.__name__.startswith("Vmapped")
-    return cls is CHECKPOINT_FUNCTION or not is_torch
+    return not is_torch
 
 
 def apply_traced(cls: Any, args: Sequence[Any], requires_grad: bool, where: str) -> Any:
@@ -189,13 +188,6 @@ def apply_traced(cls: Any, args: Sequence[Any], requires_grad: bool, where: str)
         requires_grad: True if gradients of the traced function's arguments are requested.
         where: name of the traced function in errors.
     """
-    if cls is CHECKPOINT_FUNCTION:
-        fail(
-            where,
-            "checkpoint(..., use_reentrant=True)",
-            "it runs backward for itself, where nothing is traced",
-            "checkpoint(..., use_reentrant=False)",
-        )
 
     def forward(ctx: Any, *args: Any) -> Any:
         return _forward_and_backward(cls, ctx, args, requires_grad, where)

@@ -243,9 +243,9 @@ def refuse_hidden_gradients(
 ) -> Iterator[None]:
     """Refuse in the block everything that has gradients which no graph of operations has.
 
-    These are backward hooks of modules, reentrant checkpoints, and `backward()` to tensors that the
-    function closes over. The backward of a custom `autograd.Function` is traced. `depth` returns 0
-    in threads that do not trace.
+    These are backward hooks of modules, and `backward()` to tensors that the function closes over.
+    The backward of a custom `autograd.Function` is traced. `depth` returns 0 in threads that do
+    not trace.
     """
     original = {owner: vars(owner).get(name) for owner, name in _PATCHED}
     level = transform_level()

@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from fshard._torch.autograd_state import is_any_autocast_enabled
+from fshard._torch.checkpointing import checkpoint_form
 from fshard._torch.fake_tensors import (
     FAKE_TENSOR_LOGGER,
     DataDependentOutputException,
@@ -152,7 +153,13 @@ def trace(
         tracked = torch.is_grad_enabled()
         return trace_with(BelowAutograd(where, requires_grad, tracked, outside=outside))
 
-    with _TRACE_LOCK, without_dispatch_modes(), hidden, recorded_regions() as regions:
+    with (
+        _TRACE_LOCK,
+        without_dispatch_modes(),
+        checkpoint_form(),
+        hidden,
+        recorded_regions() as regions,
+    ):
         try:
             with without_transforms():  # `grad` would wrap the results of factories
                 traced = trace_once(outside=True)

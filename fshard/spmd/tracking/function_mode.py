@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from fshard._torch.checkpointing import checkpoint_form
 from fshard._util.tracebacks import runs_users_operation
 from fshard.layout.tree import tensors_in
 from fshard.spmd.tracking.inner_autograd import (
@@ -412,5 +413,5 @@ def _run_state(tracker: Tracker, func: Any, effect: OpEffect, args: Args, kwargs
 @contextmanager
 def track_types(tracker: Tracker) -> Iterator[None]:
     """Track the types of all results in the block."""
-    with patched_entry_points(tracker), TypeTrackingMode(tracker):
+    with checkpoint_form(), patched_entry_points(tracker), TypeTrackingMode(tracker):
         yield

@@ -239,10 +239,6 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     tracker = None if cls.__module__.startswith("fshard.") else current_tracker()
     if tracker is None:
         return _APPLY(cls, *args, **kwargs)
-    if cls.__name__ == "CheckpointFunction":
-        tracker.fail("torch.utils.checkpoint", "use_reentrant=True",
-                     "the recomputation in backward must be part of the recorded graph",
-                     "use_reentrant=False")  # fmt: skip
     effect = OpEffect(f"{cls.__name__}.apply", Action.OP, TypeRule.OTHER)
     states, casts = join_operands(tracker, effect, args, kwargs)
     result = _APPLY(cls, *replace_tensors(args, casts), **replace_tensors(kwargs, casts))

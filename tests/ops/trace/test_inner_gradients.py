@@ -286,11 +286,6 @@ def fills_an_argument(x: Tensor) -> Tensor:
     return value.detach()
 
 
-def reentrant(x: Tensor) -> Tensor:
-    h: Any = checkpoint(torch.sin, x, use_reentrant=True)
-    return x + h
-
-
 HOOKED = torch.nn.Linear(4, 4).double()
 HOOKED.register_full_backward_hook(lambda m, gi, go: (gi[0] * 3,))
 
@@ -317,7 +312,6 @@ def other_data(x: Tensor) -> Tensor:
     [
         (fills_closed_over, "backward() fills .grad of a tensor that the function closes over"),
         (fills_an_argument, "backward() fills .grad of argument 0"),
-        (reentrant, "checkpoint(..., use_reentrant=True)"),
         (hooked, "a module with backward hooks"),
         (hooked_tensor, "x.register_hook(...), with gradients"),
         (other_data, "an assignment to `x.data`, which cannot be traced"),

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from torch.autograd import Function
-from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 from fshard import Mesh, P, ShardingError
@@ -136,12 +135,6 @@ REFUSED: list[tuple[Body, str, str, str, str]] = [
         "add_", "a write of {varying: x} into f32[1], which requires grad",
         "a write must keep its target's states: the gradient would be summed from here on only",
         "compute a new tensor: add(x, ...) instead of add_",
-    ),
-    (
-        lambda x, w, u: checkpoint(torch.sin, x, use_reentrant=True),
-        "torch.utils.checkpoint", "use_reentrant=True",
-        "the recomputation in backward must be part of the recorded graph",
-        "use_reentrant=False",
     ),
     (
         lambda x, w, u: SCRIPT(x),

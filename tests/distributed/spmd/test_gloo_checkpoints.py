@@ -1,0 +1,30 @@
+"""`torch.utils.checkpoint` in and around mapped and partitioned functions, on gloo ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard import Mesh
+from tests.helpers.checkpoint_cases import differentiated, layer, results
+from tests.helpers.gloo.harness import run_ranks
+
+MESHES = {2: Mesh(x=2, y=1), 4: Mesh(x=2, y=2, devices=(2, 0, 3, 1))}
+CASES = {
+    2: [("policy", "single"), ("reentrant", "single")],
+    4: [("plain", "nested"), ("policy", "nested"), ("plain", "sequence")],
+}
+
+
+def results_of_rank(n: int) -> list[dict[str, list[torch.Tensor]]]:
+    fs.init(MESHES[n])
+    return [results(MESHES[n], *case) for case in CASES[n]]
+
+
+@pytest.mark.parametrize("n", MESHES)
+def test_checkpoints_equal_one_device(n: int) -> None:
+    expected = differentiated(lambda x, w, v: layer(layer(x, w, v), w, v))
+    for cases in run_ranks(n, results_of_rank, n):
+        for values in (values for case in cases for values in case.values()):
+            torch.testing.assert_close(values, expected, rtol=0, atol=1e-10)
