@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 from fshard import Mesh, P
-from tests.helpers.checkpoint_cases import OPTIONS, differentiated, layer, results
+from tests.helpers.spmd.checkpoint_cases import OPTIONS, differentiated, layer, results
 
 MESH = Mesh(x=2, y=2)
 ROWS = ("x", "y")
