@@ -7,8 +7,8 @@ import torch
 
 import fshard as fs
 from fshard import Mesh
-from tests.helpers.spmd.checkpoint_cases import differentiated, layer, results
 from tests.helpers.gloo.harness import run_ranks
+from tests.helpers.spmd.checkpoint_cases import differentiated, layer, results
 
 MESHES = {2: Mesh(x=2, y=1), 4: Mesh(x=2, y=2, devices=(2, 0, 3, 1))}
 CASES = {
