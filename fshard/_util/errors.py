@@ -70,13 +70,21 @@ def fail(
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
-    """Return a fix that names the known word closest to `name`, or `otherwise` if none is close.
+    """Return a fix that names the known words closest to `name`, or `otherwise` if none is close.
 
     >>> did_you_mean("tq", ["dp", "tp"], "use one of dp, tp")
     "did you mean 'tp'?"
     >>> did_you_mean("TP", ["dp", "tp"], "use one of dp, tp")
     "did you mean 'tp'?"
+    >>> did_you_mean("pd", ["dp", "tp"], "use one of dp, tp")
+    "did you mean 'dp' or 'tp'?"
     """
-    words = {word.lower(): word for word in known}
-    close = difflib.get_close_matches(name.lower(), words, n=1, cutoff=0.5)
-    return f"did you mean {words[close[0]]!r}?" if close else otherwise
+    matcher = difflib.SequenceMatcher(b=name.lower())
+    ratios: dict[str, float] = {}
+    for word in known:
+        matcher.set_seq1(word.lower())
+        ratios[word] = matcher.ratio()
+    best = max(ratios.values(), default=0.0)
+    if best < 0.5:
+        return otherwise
+    return f"did you mean {' or '.join(repr(w) for w, ratio in ratios.items() if ratio == best)}?"

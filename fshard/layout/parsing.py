@@ -38,7 +38,7 @@ def parse(text: str, mesh: Mesh, /) -> Spec:
     >>> fs.parse("bf16[6@dp:5+1,4]{unreduced: tp=max}", mesh)
     bf16[6@dp:5+1,4]{unreduced: tp=max}
     """
-    match = _SPEC.match(text)
+    match = _SPEC.match(text) if isinstance(text, str) else None
     if match is None:
         fail("fs.parse", repr(text), f"a spec must read {_FORM}", "'f32[8@dp,16]', say")
     name, body, states = match.groups()

@@ -81,6 +81,7 @@ def test_parse_ignores_spaces_and_redundant_parts(loose: str, text: str) -> None
     [
         ("f32(8)", r"fs.parse\n  given: 'f32\(8\)'\n  rule:  a spec must read dtype\[size@axis"),
         ("", "a spec must read"),
+        (5, "given: 5\n  rule:  a spec must read"),
         ("f32[8]{unreduced: tp} tail", "a spec must read"),
         ("f33[8]", r"dtype 'f33' in .*\n  rule:  a dtype must be one of f64, f32"),
         ("float[8]", "dtype 'float'"),

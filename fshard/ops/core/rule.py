@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fshard._util.errors import Problem, raise_if
+from fshard._util.errors import Problem, fail, raise_if
 from fshard.layout.partition_spec import REDUCTIONS
 
 Dims = tuple[tuple[str, ...], ...]
@@ -218,6 +218,8 @@ def rule(
     ((('i', 'j'), ('k',)),)
     """
     where = f"fs.rule({text!r})"
+    if not isinstance(text, str):
+        fail("fs.rule", f"a {type(text).__name__}", "a rule must be a text", '"ik,kj->ij", say')
     problems: list[Problem] = []
     left, arrow, right = text.replace(" ", "").partition("->")
     if not arrow:

@@ -72,8 +72,8 @@ def check_promises(
     The gradient of a control-dependent value that must be equal is coordinate 0's.
 
     Raises `ShardingError` for types that contradict the specs, all at once. Values that must be
-    equal are compared if the host has read varying values, and always with `check="values"`;
-    results that are not tensors (`others`) are always compared.
+    equal, and results that are not tensors (`others`), are compared if the host has read varying
+    values, and always with `check="values"`.
     """
     problems: list[Problem] = []
     outputs: list[torch.Tensor] = []

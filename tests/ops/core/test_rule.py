@@ -143,6 +143,14 @@ def test_slice_is_sharded_with_the_sliced_factor() -> None:
 
 
 ERRORS = {
+    "no text": (
+        lambda: rule(("ik", "kj")),  # type: ignore[arg-type]
+        """\
+fs.rule
+  given: a tuple
+  rule:  a rule must be a text
+  fix:   "ik,kj->ij", say""",
+    ),
     "no arrow": (
         lambda: rule("ik,kj"),
         """\
