@@ -119,8 +119,8 @@ def from_placements(
         if dim_sizes is None:
             problems.append(Problem(
                 f"dim {dim} of size {shape[dim]} over {axes}, major to minor",
-                "the rows of every rank must be contiguous; those of a _StridedShard that does not "
-                "divide its dim are not",
+                "the rows of every rank must be contiguous; a _StridedShard that does not "
+                "divide its dim has others",
                 f"Shard({dim}) on every axis, or pad the dim to a multiple of "
                 f"{mesh.axis_size(axes)}"))  # fmt: skip
             continue

@@ -7,7 +7,7 @@ rebuilt by its constructor. Instances of other classes are leaves.
 
 `Spec`, `PartitionSpec` and pairs are leaves. `None` is a leaf without content: in a tree of specs
 it marks an argument without a spec, in a tree of values any spec covers it, as JAX's empty tree.
-Dict keys are in sorted order, as in JAX, those of subclasses in their own.
+Dict keys are in sorted order, as in JAX; a subclass of dict keeps its order.
 """
 
 from __future__ import annotations

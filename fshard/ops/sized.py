@@ -19,7 +19,7 @@ def nonzero(x: Tensor, /, *, size: int, fill_value: int | Sequence[int] = 0) -> 
 
     Args:
         x: a tensor of one dim or more.
-        size: number of indices; those of further nonzero elements are left out.
+        size: number of indices; further nonzero elements are left out.
         fill_value: index that pads the result if there are fewer; one for all dims, or one for
             every dim.
 
@@ -210,7 +210,7 @@ def check_size(size: object, where: str, name: str) -> None:
             where,
             f"{name}={size!r}",
             f"{name} must be an int of 0 or more, known before the run",
-            f"{name}=8; what exceeds it is left out",
+            f"{name}=8; further elements are left out",
         )
 
 

@@ -86,9 +86,9 @@ def on_pairs(
         on all layouts.
 
     Raises:
-        ShardingError: if `mode` is neither; and from the returned function, if no argument is a
-            pair, if there is no rule, and in explicit mode if every strategy needs communication
-            (the error lists them with their costs).
+        ShardingError: if `mode` is neither; and from the returned function, if all arguments
+            lack a layout, if the operation lacks a rule, and in explicit mode if every strategy
+            needs communication (the error lists them with their costs).
 
     The explicit mode is that of JAX's explicit sharding.
 

@@ -237,7 +237,7 @@ def backward_programs(line: Line) -> tuple[Program, ...]:
 
 
 def backward_plans(line: Line) -> tuple[Program | Batch, ...]:
-    """Return the programs that run backward for a line, those of a batch as one."""
+    """Return the programs that run backward for a line; the programs of a batch are one."""
     if isinstance(line, LaunchBatch):
         return (line.batch.T,) if line.grad else ()
     return backward_programs(line)

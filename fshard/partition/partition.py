@@ -312,7 +312,7 @@ class Partition:
         signature: CallSignature, requested: Sequence[Any], count: int, numbers: Sequence[type],
         params: int,
     ) -> tuple[Assignment, list[Any], list[Spec | None], bool]:  # fmt: skip
-        """Lay out a graph with and without hints that shard replicated values; take the faster.
+        """Assign layouts with and without hints that shard replicated values; return the faster.
 
         To shard a value that all ranks compute replicated saves work, and may cost a gather where
         another operation requires it replicated.

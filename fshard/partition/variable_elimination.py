@@ -42,7 +42,7 @@ class Labelling:
         return len(self.labels) - 1
 
     def pair(self, first: int, second: int, weights: Sequence[Sequence[float]]) -> None:
-        """Add weights for pairs of two variables' labels, those of `first` along the rows."""
+        """Add weights for pairs of two variables' labels; the rows are the labels of `first`."""
         table = torch.tensor(weights, dtype=torch.float64)
         if first == second:
             self.tables.append(((first,), table.diagonal()))

@@ -39,7 +39,7 @@ def as_topology(
 def link_problems(topology: Topology, meshes: Sequence[Mesh]) -> list[Problem]:
     """Return a problem for each link of an unknown axis, if an axis of `meshes` has no link.
 
-    A topology may have links of further axes: those of a mesh that these meshes are part of.
+    A topology may have links of further axes, of a mesh that these meshes are part of.
 
     >>> import fshard as fs
     >>> typo = fs.Topology.of({"tq": fs.Link(latency=20e-6, bandwidth=1e9)})

@@ -17,7 +17,7 @@ def key(seed: int, /, *, device: torch.device | str = "cpu") -> torch.Tensor:
             and a draw has a `device` of its own.
 
     Returns:
-        An int64 tensor of shape `(2,)` with two words of 32 bits: those of
+        An int64 tensor of shape `(2,)` with the two words of 32 bits of
         `jax.random.key(seed)`, under `jax_enable_x64` for seeds of more than 32 bits.
 
     Raises:

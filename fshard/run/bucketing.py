@@ -1,7 +1,7 @@
 """Several programs on one rank: collectives of one kind in one launch, in rounds and buckets.
 
 Every rank computes the same buckets and rounds from the specs. Within a group all ranks agree on
-the wires that are coalesced, and launches have one order, that of `coalesced` and then of
+the wires that are coalesced, and launches are in the order of `coalesced` and then of
 their first leaves: so ranks in several groups never wait for each other in a ring.
 """
 

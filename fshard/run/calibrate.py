@@ -64,7 +64,7 @@ def calibrate(
         A `Topology` with one link per axis, the same on every process.
 
     Raises:
-        ShardingError: there are no ranks (no `torchrun`, or no `fs.init`), the mesh has ranks that
+        ShardingError: ranks are missing (no `torchrun`, or no `fs.init`), the mesh has ranks that
             do not exist, or the file cannot be written.
 
     >>> import fshard as fs
@@ -150,7 +150,7 @@ def _written(topology: Topology, save: str | os.PathLike[str] | None) -> bool:
         return True
     try:
         topology.save(save)
-    except (OSError, ValueError):  # a null character in a path is no OSError
+    except (OSError, ValueError):  # a null character in a path raises ValueError
         return False
     return True
 

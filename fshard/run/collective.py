@@ -269,7 +269,7 @@ def _uniform_all_to_all(member: _Member, step: AllToAll, src: Spec) -> Wire:
 def _split_dims(
     shape: Sequence[int], dims: Sequence[int], counts: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """Split each of `dims` into its count of pieces, those of one dim major to minor.
+    """Split each of `dims` into its count of pieces, major to minor within a dim.
 
     Returns:
         The shape with the new dims, and the permutation that moves them to the front in the order

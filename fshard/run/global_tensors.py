@@ -292,7 +292,7 @@ def reshard(
         to: the target; a `P` keeps the mesh, and dims that it does not divide are chunked as
             `torch.chunk` does.
         async_op: launch the last collective and return without waiting for it; without a gradient.
-        **options: those of `fs.redistribute`.
+        **options: options of `fs.redistribute`.
 
     Returns:
         The pair in the target layout, a `Sharded`; with `async_op` a `Pending` whose `.wait()`

@@ -86,7 +86,7 @@ def run_on_shards(
 ) -> tuple[torch.Tensor, ...]:
     """Run a program on the shards of all ranks of `mesh`, one step after the other.
 
-    All ranks being at hand, a collective is computed from its inputs: there are no threads.
+    A collective is computed from the inputs of all ranks, without threads.
     """
     xs = tuple(shards)
     for step_stages, calls in _stages_by_step(prog, mesh):

@@ -53,7 +53,7 @@ class Source(NamedTuple):
     Attributes:
         peer: the sender's index in the group.
         box: the box in the result's coordinates.
-        term: number of the unreduced value; those of one box are reduced in this order.
+        term: number of the unreduced value; the values of one box are reduced in this order.
         own: the box of this rank's local that is used instead of something received, if it is.
     """
 

@@ -1,4 +1,4 @@
-"""`batch.explain()`: what each leaf of a tree does, and which collectives are one launch."""
+"""`batch.explain()`: the steps of each leaf of a tree, and the collectives that are one launch."""
 
 from __future__ import annotations
 

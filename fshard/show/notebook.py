@@ -1,4 +1,4 @@
-"""`_repr_mimebundle_` of specs, programs and batches: what a notebook shows of them."""
+"""`_repr_mimebundle_` of specs, programs and batches: their view in a notebook."""
 
 from __future__ import annotations
 

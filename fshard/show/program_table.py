@@ -1,4 +1,4 @@
-"""`prog.explain()`: what each step of a program does and costs, beside the lower bounds."""
+"""`prog.explain()`: each step of a program and its cost, beside the lower bounds."""
 
 from __future__ import annotations
 

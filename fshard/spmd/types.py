@@ -169,7 +169,7 @@ class LocalType:
 
 
 class TypeRule(enum.Enum):
-    """Tensor operands in which an operation is linear: those that it takes unreduced."""
+    """Tensor operands in which an operation is linear, and which it takes unreduced."""
 
     OTHER = "none"
     MOVE = "all jointly, without arithmetic"

@@ -161,7 +161,7 @@ def test_tensors_without_elements() -> None:
                 "fs.nonzero",
                 "size=-1",
                 "size must be an int of 0 or more, known before the run",
-                "size=8; what exceeds it is left out",
+                "size=8; further elements are left out",
             ),
         ),
         (
@@ -200,7 +200,7 @@ def test_tensors_without_elements() -> None:
                 "fs.unique",
                 "size=tensor(1.)",
                 "size must be an int of 0 or more, known before the run",
-                "size=8; what exceeds it is left out",
+                "size=8; further elements are left out",
             ),
         ),
     ],

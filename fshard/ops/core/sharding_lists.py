@@ -69,7 +69,7 @@ def rule_from_shardings(call: OpCall, lines: Sequence[Line]) -> Rule:
 
 
 def _of_tensors(call: OpCall, states: Sequence[Any]) -> Sequence[Any]:
-    """Return the states of a line's operands without those of arguments that are no tensors."""
+    """Return the states of the arguments that are tensors, from a line's states of operands."""
     arguments = (*call.args, *call.kwargs.values())
     if len(states) == len(call.operands) or len(states) != len(arguments):
         return states

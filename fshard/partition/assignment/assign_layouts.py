@@ -82,7 +82,7 @@ class LayoutAssigner:
         Args:
             graph: the graph.
             inputs: for every tensor its spec, and True if its gradient is requested.
-            numbers: the types of the numbers whose placeholders follow.
+            numbers: the types of symbolic numbers, whose placeholders follow.
             held: for the first tensors, axes along which they stay sharded where they are used.
 
         Returns:
@@ -164,7 +164,7 @@ class LayoutAssigner:
         """Add the lines of a call with symbolic numbers: of Python, or a pointwise operation.
 
         Raises:
-            NeedsValue: for an operation whose layouts may depend on the numbers.
+            NeedsValue: for an operation whose layouts may depend on a number.
         """
         refs, named = map_call(args, kwargs, ir.Number, lambda number: Ref(number.value))
         operands = instances_in((*args, *kwargs.values()), TensorVersions)

@@ -224,7 +224,7 @@ def _prepare_call(line: Line, rank: int) -> RankCall:
 def run_on_all_ranks(prepared: Sequence[PreparedLine], mesh: Mesh, env: dict[int, Any]) -> None:
     """Run lines on tuples of all ranks' locals.
 
-    `env` has the tuples of the inputs by value id. Those of the outputs are added, and values
+    `env` has the tuples of the inputs by value id. The tuples of the outputs are added, and values
     without further use are removed.
     """
     with torch.set_grad_enabled(torch.is_grad_enabled()):

@@ -212,7 +212,7 @@ class _Bucket:
 
 @lru_cache(maxsize=1024)
 def rounds(leaves: Leaves, bucket: tuple[int, ...]) -> tuple[LeafSteps, ...]:
-    """Return the collectives of each round: those that no other leaf of the bucket reaches later.
+    """Return the collectives of each round, which no other leaf of the bucket reaches later.
 
     If every next collective is reached later by another leaf, the most common one goes first.
     """

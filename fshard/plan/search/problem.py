@@ -221,7 +221,7 @@ class SearchProblem:
         return layout.replace_dim(dim, dim_axes, sizes)
 
     def split_sizes(self, layout: SearchLayout, dim: int, axes: Axes, dim_axes: Axes) -> DimSizes:
-        """Return the shard sizes of a dim sharded further, those of an end if it leads there.
+        """Return the shard sizes of a dim sharded further: an end's sizes if it leads there.
 
         Between even ends uneven layouts are refused: most of many devices would hold nothing.
         """

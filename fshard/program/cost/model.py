@@ -123,8 +123,9 @@ def copied_bytes(step: Step, src: Spec, dst: Spec, launches: int) -> int:
 def copy_passes(step: Step, src: Spec, dst: Spec, launches: int) -> tuple[int, int]:
     """Return how often a rank reads or writes its local of `src` around a step, and of `dst`.
 
-    Pieces along dim 0 need no packing: they are contiguous. What an exchange reduces is read once
-    more. A collective without `launches` (of one rank, or with nothing lacking) copies its result.
+    Pieces along dim 0 need no packing: they are contiguous. An exchange reads the values that it
+    reduces once more. A collective without `launches` (of one rank, or with nothing lacking) copies
+    its result.
     """
     match step:
         case Remesh():

@@ -153,8 +153,8 @@ def launch_linear(op: LinearOp, xs: Tensors, where: str) -> FinishAll:
     Call it under `torch.no_grad()` where a local requires grad; `apply_linear` adds the gradient.
 
     Raises:
-        ShardingError: there is no rank, a simulated rank is in forward mode, or meta and fake
-            tensors are recorded in a graph.
+        ShardingError: without a rank, in forward mode on a simulated rank, and for meta and fake
+            tensors that are recorded in a graph.
     """
     mesh = op.mesh
     if is_abstract(xs[0]):

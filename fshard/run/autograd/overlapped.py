@@ -2,8 +2,8 @@
 
 The launch and the wait are two nodes of autograd. Backward, the node of the wait launches the
 transposes once it has all cotangents, and the node of the launch waits for their results. Autograd
-runs the node that was created last first: what was launched early in the forward pass is waited
-for late in the backward pass, and what was computed between the two is differentiated meanwhile.
+runs the node that was created last first. So a program that is launched early in the forward pass
+is waited for late in the backward pass; operations between the two are differentiated meanwhile.
 """
 
 from __future__ import annotations

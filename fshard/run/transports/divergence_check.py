@@ -4,8 +4,8 @@ Under `torchrun` only; the simulator compares in `arrive`. Before a collective e
 call to the store of `torch.distributed`, and reads the calls of the other ranks of its group. If
 all have come, or if they differ, or if some have returned, raised, ended or timed out, the first
 rank to notice writes a verdict, and every rank of the group launches or raises as the first verdict
-says: none is in the backend while another has given up. What the backend waits for runs in a thread
-for as long as it takes, while this one watches the processes of the group: one may end in there. It
+says: none is in the backend while another has given up. The backend waits in another thread
+for as long as it takes, while this one watches the processes of the group: one may end there. It
 costs some round trips to the store per collective and serializes launches, so it is for debugging,
 not for training.
 """
@@ -436,7 +436,7 @@ class _CheckedTransport:
 def _positions(
     group: Group, statuses: dict[int, RankStatus], arrived: dict[int, Arrival], missing: Group = ()
 ) -> dict[int, Position]:
-    """Return the positions of a group's ranks; those that have come wait for the `missing`."""
+    """Return the positions of a group's ranks; ranks that have come wait for the `missing`."""
     positions: dict[int, Position] = {}
     for rank in group:
         arrival, remark = arrived.get(rank), statuses[rank].remark

@@ -189,13 +189,13 @@ class Position(NamedTuple):
     """Position of one rank in an error.
 
     Attributes:
-        what: such as "waiting in fs.psum over x: ...", or "returned".
+        action: text such as "waiting in fs.psum over x: ...", or "returned".
         line: ` at file:line`.
         awaits: the ranks that it waits for.
         remark: an additional line.
     """
 
-    what: str
+    action: str
     line: str = ""
     awaits: Group = ()
     remark: str = ""
@@ -212,7 +212,7 @@ def _lines(mesh: Mesh, positions: Mapping[int, Position]) -> list[str]:
     """
     by_position: dict[tuple[str, str, str], list[int]] = {}
     for rank, position in positions.items():
-        by_position.setdefault((position.what, position.line, position.remark), []).append(rank)
+        by_position.setdefault((position.action, position.line, position.remark), []).append(rank)
     lines: list[str] = []
     for (what, line, remark), ranks in by_position.items():
         awaited = sorted({other for rank in ranks for other in positions[rank].awaits})

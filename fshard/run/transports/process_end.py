@@ -2,9 +2,9 @@
 
 Every rank listens on a socket, whose address is in the store since `fs.init`, and accepts nothing.
 A rank that waits for others connects to them. The system completes these connections, and resets
-them when the listening process ends: by SIGKILL, by an error or with the script. There is no thread
-and no heartbeat, and a process that is busy or stopped is not taken for an ended one. The loss of a
-machine or of its network is not noticed here; the timeout ends that wait.
+them when the listening process ends: by SIGKILL, by an error or with the script. It needs neither
+thread nor heartbeat, and a process that is busy or stopped is not taken for an ended one. The loss
+of a machine or of its network is not noticed here; the timeout ends that wait.
 """
 
 from __future__ import annotations

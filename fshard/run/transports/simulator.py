@@ -321,7 +321,7 @@ def _position(rank: SimulatedRank) -> Position:
     inputs, group = rank.awaited.inputs, rank.awaited.group
     position = _position_in(rank, inputs[rank.rank][2], group)
     missing = tuple(member for member in group if member not in inputs)
-    return position._replace(what=f"waiting in {position.what}", awaits=missing)
+    return position._replace(action=f"waiting in {position.action}", awaits=missing)
 
 
 def _position_in(rank: SimulatedRank, call: Fingerprint, group: Group) -> Position:

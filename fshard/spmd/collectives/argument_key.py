@@ -2,7 +2,7 @@
 
 Arguments that can change or that compare by identity, such as tensors, have no key. Values that are
 equal need not mean the same: 0 and 0.0 have different keys. These keys only compare, and are fast
-to compute; those of `ops/core/cache_keys.py` turn back into the arguments.
+to compute; the keys of `ops/core/cache_keys.py` turn back into the arguments.
 """
 
 from __future__ import annotations

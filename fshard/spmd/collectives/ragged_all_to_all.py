@@ -189,7 +189,7 @@ def _as_tensor(counts: Counts, device: torch.device) -> torch.Tensor:
 
 
 def _read_counts(counts: RowCounts, n: int) -> tuple[RowCounts, list[Problem]]:
-    """Return the numbers as ints, one for each of the n ranks; zeros in the place of others."""
+    """Return the counts as ints, one for each of the n ranks; zeros in the place of others."""
     problems: list[Problem] = []
     rows: list[tuple[int, ...]] = []
     for name, value in counts._asdict().items():
@@ -294,7 +294,7 @@ def _gather_messages(
 
 
 def _merge_problems(texts: list[list[int]]) -> list[Problem]:
-    """Return the ranks' problems; those that not all ranks have name their ranks."""
+    """Return the ranks' problems; a problem that not all ranks have names its ranks."""
     ranks_of: dict[Problem, list[int]] = {}
     for rank, text in enumerate(texts):
         for problem in json.loads(bytes(text)):

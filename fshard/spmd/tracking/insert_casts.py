@@ -83,7 +83,7 @@ def run_with_casts(
 
 
 def _tensors_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Return the tensors of a call; those that `TypeRule` identifies by position come first."""
+    """Return the tensors of a call, first the tensors that `TypeRule` identifies by position."""
     tensors = []
     if kwargs:
         first = [kwargs[key] for key in ("condition", "self", "input") if key in kwargs]

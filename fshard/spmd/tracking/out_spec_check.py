@@ -1,4 +1,4 @@
-"""Checks of results against their out specs, by type or, where types cannot tell, by value.
+"""Checks of results against their out specs, by type or, where types do not decide, by value.
 
 A spec that omits an axis requires equal values along it, which an invariant type shows. JAX trusts
 the type of a branch and returns different values if its predicate varied; here results that may

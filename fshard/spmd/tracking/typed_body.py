@@ -98,9 +98,9 @@ def set_argument_types(
     values: Sequence[Any],
     locals_: Sequence[torch.Tensor],
 ) -> None:
-    """Record the types of arguments: those of their specs along the mapped axes.
+    """Record the types of arguments: along the mapped axes the states of their specs.
 
-    Along axes that an enclosing call maps, the states are those of the values there.
+    Along axes that an enclosing call maps, they have the states of the values there.
     """
     local_iter = iter(locals_)
     promises = []

@@ -174,7 +174,7 @@ BACKWARD = (aten._scaled_dot_product_flash_attention_backward.default,
 
 @register_rule(*BACKWARD)
 def attention_backward(call: OpCall) -> Rule:
-    """Rule of fused gradients: those of keys and values sum over the queries that share them."""
+    """Rule of fused gradients, in which keys and values sum over the queries that share them."""
     _refuse_dropout(call)
     heads, q = _heads(call), _query(call)
     rows = heads.operand((q,), of_keys=False)

@@ -73,7 +73,7 @@ def _statistics(meta: Meta | None, x: Meta, lead: int) -> Dims | None:
 
 
 def layer_norm_backward(call: OpCall) -> Rule:
-    """Rule of layer norms' gradients: those of weight and bias sum over the other dims."""
+    """Rule of layer norms' gradients; weight and bias sum theirs over the other dims."""
     x = call.operands[1]
     factors, lead = _layer(call, x)
     normalized, statistics = factors[lead:], (*factors[:lead], *(((),) * (x.ndim - lead)))
@@ -199,7 +199,7 @@ def _of_channels(meta: Meta | None, x: Meta, factors: Dims) -> Dims | None:
 
 
 def batch_norm_backward(call: OpCall) -> Rule:
-    """Rule of batch norms' gradients: those of weight and bias sum over samples and positions."""
+    """Rule of batch norms' gradients; weight and bias sum theirs over samples and positions."""
     x, own_statistics = call.operands[1], _own_statistics(call)
     factors: Dims = (("n",), ("c",), *dim_factors(x.ndim - 2))
     reduced = _names((factors[0], *factors[2:]))

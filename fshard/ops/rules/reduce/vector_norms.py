@@ -1,7 +1,7 @@
 """Rules and decompositions of vector norms, matrix norms and distances of two tensors.
 
 norm, linalg.norm, linalg.vector_norm, linalg.matrix_norm, frobenius_norm, nuclear_norm, dist,
-pairwise_distance. Partial norms of order 0 and 1 add up, those of infinite order are extremes;
+pairwise_distance. Partial norms of order 0 and 1 add up, and of infinite order are extremes;
 over sharded dims other orders are decomposed into sums of powers and a root.
 """
 

@@ -34,7 +34,7 @@ def expand(call: OpCall) -> Rule:
 
 @register_rule("prims::broadcast_in_dim")
 def broadcast_in_dim(call: OpCall) -> Rule:
-    """Rule of `broadcast_in_dim`: dims are placed as listed, those of size 1 may be repeated."""
+    """Rule of `broadcast_in_dim`: dims are placed as listed, and dims of size 1 may be repeated."""
     x, result = call.operands[0], call.result
     names = letter_dims(result.ndim)
     result_dims = call.get("broadcast_dimensions")
