@@ -44,7 +44,7 @@ from fshard.ops.propagate.propagate import (
     strategy_for,
     take_options,
 )
-from fshard.ops.strategy.local_call import rank_on_mesh, run_local
+from fshard.ops.strategy.local_call import run_local
 from fshard.ops.strategy.strategy import Strategy, has_unspecified_results
 from fshard.ops.trace.trace import refuse_autocast
 from fshard.partition.arguments import requires_grad
@@ -54,6 +54,7 @@ from fshard.program.cost.model import Cost
 from fshard.program.cost.topology import Topology
 from fshard.program.program_arguments import as_topology
 from fshard.run.autograd.replicate import replicate_shards
+from fshard.run.creation import rank_on_mesh
 from fshard.run.execute import check_tuple
 from fshard.run.global_tensors import check_plain_tensor
 from fshard.spmd.tracking.torch_effects import Action, effect_of

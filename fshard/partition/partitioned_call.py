@@ -18,7 +18,6 @@ from fshard.layout.sharded import Sharded
 from fshard.layout.spec import Spec
 from fshard.layout.tree import TreeDef
 from fshard.ops.core.call import instances_in
-from fshard.ops.strategy.local_call import rank_on_mesh
 from fshard.partition import ir
 from fshard.partition.execution import run_lines
 from fshard.partition.execution.schedule import schedule
@@ -28,6 +27,7 @@ from fshard.program.cost.model import Cost
 from fshard.program.cost.topology import Topology
 from fshard.program.program import Program
 from fshard.program.program_arguments import as_topology
+from fshard.run.creation import rank_on_mesh
 from fshard.run.global_tensors import unshard
 
 

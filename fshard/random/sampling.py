@@ -8,25 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
 
-from fshard._util.errors import Problem, fail, raise_if
-from fshard.layout.partition_spec import PartitionSpec
-from fshard.layout.sharded import Sharded
+from fshard._util.errors import Problem, raise_if
 from fshard.layout.spec import Spec
 from fshard.layout.validation import as_ints
 from fshard.ops.prng.draw_ops import DRAW_OPS, FLOAT_BITS, INTEGER_DTYPES, SIGNED_DTYPES
-from fshard.ops.strategy.local_call import rank_on_mesh
-from fshard.ops.trace.trace import trace_depth
-from fshard.program.program import Program
-from fshard.program.steps import AllSlice, Step
+from fshard.ops.trace.trace import check_untraced
 from fshard.random.keys import key_problems
-from fshard.run.execute import run_typed_hook
-from fshard.run.global_tensors import shard_program
-from fshard.run.transports.base import current_transport
+from fshard.run.creation import create_pair
 
 Target = Spec | torch.Tensor | Sequence[int] | int
 """Argument of a draw: a spec, a tensor to match in shape, dtype and layout, or a shape."""
@@ -445,11 +437,13 @@ class DrawTarget:
         if isinstance(self.target, Spec):
             spec = self.target
 
-            def draw_shard(key: torch.Tensor, rank: int) -> torch.Tensor:
-                start, size = list(spec.offsets(rank)), list(spec.local_shape(rank))
-                return then(op(None, key, shape, start, size, *params, **factory))
+            def draw_shard(
+                key: torch.Tensor, start: tuple[int, ...], size: tuple[int, ...]
+            ) -> torch.Tensor:
+                return then(op(None, key, shape, list(start), list(size), *params, **factory))
 
-            return _draw_pair(where, key, spec, draw_shard)
+            check_untraced(where, spec, "a shape, or a tensor whose layout to follow")
+            return create_pair(where, spec, key, draw_shard)
         return then(op(like, key, shape, [0] * len(shape), shape, *params, **factory))
 
 
@@ -457,43 +451,3 @@ def _float_target(
     spec: Target, dtype: torch.dtype | None, device: torch.device | str | None
 ) -> DrawTarget:
     return DrawTarget(spec, dtype, device, FLOAT_BITS, torch.get_default_dtype())
-
-
-def _draw_pair(
-    where: str, key: torch.Tensor, spec: Spec,
-    draw_shard: Callable[[torch.Tensor, int], torch.Tensor],
-) -> Sharded:  # fmt: skip
-    """Return the pair of the shards of this process's ranks."""
-    if trace_depth():
-        fail(where, f"{spec} in a traced function",
-             "a traced function must draw global tensors, whose layouts fs.partition chooses",
-             "a shape, or a tensor whose layout to follow; fs.constrain(x, P(...)) requests a "
-             "layout")  # fmt: skip
-    if current_transport() is None:
-        by_box: dict[Any, torch.Tensor] = {}
-        shards = []
-        for rank in spec.mesh.ranks:
-            box = spec.offsets(rank), spec.local_shape(rank)
-            shards.append(by_box[box].clone() if box in by_box else draw_shard(key, rank))
-            by_box.setdefault(box, shards[-1])
-        return Sharded(_to_states(spec)(tuple(shards)), spec)
-    rank = rank_on_mesh(spec.mesh, where)
-    key_spec = Spec(spec.mesh, PartitionSpec(), shape=(2,), dtype=torch.int64)
-
-    def run(key: torch.Tensor) -> Sharded:
-        return Sharded(_to_states(spec)(draw_shard(key, rank)), spec)
-
-    result: Sharded = run_typed_hook.call(where, key, key_spec, spec, run)
-    return result
-
-
-@lru_cache(maxsize=4096)
-def _to_states(spec: Spec) -> Program:
-    """Return the local program from drawn shards to the states of a spec."""
-    steps: list[Step] = [
-        step for step in shard_program(spec).steps if not isinstance(step, AllSlice)
-    ]
-    p = spec.partition
-    sharded = PartitionSpec._of(p.dims, (), ())
-    drawn = Spec._of(spec.mesh, sharded, spec.shape, spec.dtype, spec.sizes)
-    return Program(drawn, steps, spec)

@@ -135,7 +135,7 @@ def test_block_around_a_traced_function_is_refused() -> None:
         part(KEY)
     assert str(error.value) == message(
         "fs.random.uniform", "f32[4@dp,6] in a traced function",
-        "a traced function must draw global tensors, whose layouts fs.partition chooses",
+        "a traced function must create global tensors, whose layouts fs.partition chooses",
         "a shape, or a tensor whose layout to follow; fs.constrain(x, P(...)) requests a "
         "layout")  # fmt: skip
 

@@ -13,11 +13,9 @@ from typing import Any
 import torch
 
 from fshard._util.errors import fail
-from fshard.layout.mesh import Mesh
 from fshard.layout.spec import Spec
 from fshard.ops.core.call import map_instances, schema_arguments
 from fshard.ops.strategy.strategy import Strategy
-from fshard.run.transports.base import current_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,16 +124,6 @@ def with_local_shape(name: str, *, result: int = 0, op: Any = None) -> Callable[
             can have other strides than the global tensor.
     """
     return _WithLocalShape(name, result, op)
-
-
-def rank_on_mesh(mesh: Mesh, where: str) -> int:
-    """Return the rank that this code runs as; raise `ShardingError` if the mesh lacks it."""
-    rank = current_rank(mesh, where).rank
-    if rank not in mesh:
-        fail(where, f"rank {rank}", f"the operation runs on {mesh}, whose ranks are "
-             f"{', '.join(map(str, mesh.ranks[:8]))}{', ...' if mesh.size > 8 else ''}",
-             "call it on these ranks alone, or fs.reshard to a mesh with all")  # fmt: skip
-    return rank
 
 
 def run_local(

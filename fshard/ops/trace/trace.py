@@ -38,6 +38,7 @@ from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import Problem, ShardingError, fail, raise_if
 from fshard._util.text import one_line
 from fshard.layout.partition_spec import PartitionSpec
+from fshard.layout.spec import Spec
 from fshard.ops.core.cache_keys import freeze, unfreeze_call
 from fshard.ops.core.call import (
     Meta,
@@ -69,6 +70,20 @@ _DEPTH: ContextVar[int] = ContextVar("fshard_trace_depth", default=0)
 def trace_depth() -> int:
     """Return the number of functions, one within another, that are being traced here."""
     return _DEPTH.get()
+
+
+def check_untraced(where: str, spec: Spec, plain: str) -> None:
+    """Raise `ShardingError` in a traced function, which must not create pairs.
+
+    Args:
+        where: function that creates the pair, for the error.
+        spec: layout of the pair.
+        plain: code that creates the global tensor.
+    """
+    if trace_depth():
+        fail(where, f"{spec} in a traced function",
+             "a traced function must create global tensors, whose layouts fs.partition chooses",
+             f"{plain}; fs.constrain(x, P(...)) requests a layout")  # fmt: skip
 
 
 @contextmanager
