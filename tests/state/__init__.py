@@ -1,0 +1,1 @@
+"""Tests of factories, parameters, modules, optimizers and checkpoints."""
