@@ -2,10 +2,10 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-from fshard import interop as _interop  # noqa: F401 - sets the hooks of Spec.placements
 from fshard import random
 from fshard._util.errors import ShardingError
 from fshard._util.public import publish as _publish
+from fshard.interop.dtensor import from_dtensor, to_dtensor
 from fshard.layout.mesh import Mesh
 from fshard.layout.parsing import parse
 from fshard.layout.partition_spec import PartitionSpec
@@ -62,6 +62,20 @@ from fshard.spmd.shard_map import local_map, shard_map
 from fshard.spmd.smap import smap
 from fshard.spmd.tracking.tracker import typeof
 from fshard.spmd.types import LocalType
+from fshard.state.factories import (
+    arange,
+    empty,
+    empty_like,
+    eye,
+    full,
+    full_like,
+    ones,
+    ones_like,
+    tril,
+    triu,
+    zeros,
+    zeros_like,
+)
 
 P = PartitionSpec
 
@@ -104,6 +118,7 @@ __all__ = [
     "all_gather",
     "all_to_all",
     "apply",
+    "arange",
     "auto",
     "axis_index",
     "axis_size",
@@ -111,13 +126,21 @@ __all__ = [
     "calibrate",
     "comm_log",
     "constrain",
+    "empty",
+    "empty_like",
+    "eye",
+    "from_dtensor",
     "from_local",
+    "full",
+    "full_like",
     "init",
     "local_map",
     "lower_bound",
     "masked_select",
     "nonzero",
     "on_pairs",
+    "ones",
+    "ones_like",
     "pargmax",
     "pargmin",
     "parse",
@@ -147,10 +170,15 @@ __all__ = [
     "simulate",
     "smap",
     "start",
+    "to_dtensor",
+    "tril",
+    "triu",
     "typeof",
     "unique",
     "unshard",
     "visualize",
+    "zeros",
+    "zeros_like",
 ]
 
 try:

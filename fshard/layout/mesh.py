@@ -12,6 +12,8 @@ from types import MappingProxyType
 from typing import Any
 
 from fshard._util.errors import Problem, did_you_mean, fail, raise_if
+from fshard._util.hooks import Hook
+from fshard.layout.mesh_groups import mesh_groups, rank_group, rank_positions, sorted_ranks
 
 Axes = str | Sequence[str]
 """One axis name or several, major to minor."""
@@ -136,10 +138,10 @@ class Mesh:
     @property
     def ranks(self) -> range | tuple[int, ...]:
         """Rank ids in increasing order, the order of the shards in a simulation."""
-        return self.devices if isinstance(self.devices, range) else _ranks(self)
+        return self.devices if isinstance(self.devices, range) else sorted_ranks(self)
 
     def __contains__(self, rank: object) -> bool:
-        return rank in (self.devices if isinstance(self.devices, range) else _positions(self))
+        return rank in (self.devices if isinstance(self.devices, range) else rank_positions(self))
 
     def axis_size(self, axes: Axes) -> int:
         """Return the number of devices along `axes`, the product of their sizes.
@@ -274,7 +276,7 @@ class Mesh:
         >>> fs.Mesh(dp=2, tp=2).groups("dp")
         ((0, 2), (1, 3))
         """
-        return _groups(self, self.check_axes(axes, "Mesh.groups"))
+        return mesh_groups(self, self.check_axes(axes, "Mesh.groups"))
 
     def group(self, rank: int, axes: Axes) -> tuple[int, ...]:
         """Return the group of `groups(axes)` that contains a rank.
@@ -287,7 +289,7 @@ class Mesh:
         >>> fs.Mesh(dp=2, tp=2).group(3, "dp")
         (1, 3)
         """
-        return _group(self, self.check_rank(rank, "Mesh.group"), as_axes(axes))
+        return rank_group(self, self.check_rank(rank, "Mesh.group"), as_axes(axes))
 
     # -- derived meshes -----------------------------------------------------------------
 
@@ -369,6 +371,49 @@ class Mesh:
             grid |= parts if existing == name else {existing: n}
         return Mesh(grid, devices=self.devices)
 
+    # -- DeviceMesh -----------------------------------------------------------------------
+
+    @staticmethod
+    def from_device_mesh(device_mesh: Any, /) -> Mesh:
+        """Return the mesh of a `torch.distributed.DeviceMesh`.
+
+        Functions that take a mesh also take a `DeviceMesh`, and convert it so. After `fs.init`,
+        collectives along one axis of it use its process groups.
+
+        Args:
+            device_mesh: the `DeviceMesh`. Dims without names become axes `dim_0`, `dim_1`, ...
+
+        Raises:
+            ShardingError: the argument is not a `DeviceMesh`.
+
+        >>> import fshard as fs
+        >>> from torch.distributed.device_mesh import DeviceMesh
+        >>> ranks = [[0, 1], [2, 3]]
+        >>> fs.Mesh.from_device_mesh(DeviceMesh("cpu", ranks, mesh_dim_names=("dp", "tp"),
+        ...                                     _init_backend=False, _rank=0))
+        Mesh(dp=2, tp=2)
+        """
+        return from_device_mesh_hook.call(device_mesh)
+
+    def to_device_mesh(self, device_type: str | None = None) -> Any:
+        """Return the `torch.distributed.DeviceMesh` of these ranks, with fshard's process groups.
+
+        Every rank of the mesh must call it, after `fs.init`.
+
+        Args:
+            device_type: type of the devices, "cpu" or "cuda"; by default that of `fs.init`.
+
+        Raises:
+            ShardingError: this process is not a rank under `torchrun`.
+
+        >>> import fshard as fs
+        >>> def main():  # torchrun --nproc-per-node 4 script.py
+        ...     mesh = fs.Mesh(dp=2, tp=2)
+        ...     fs.init(mesh)
+        ...     device_mesh = mesh.to_device_mesh()
+        """
+        return to_device_mesh_hook.call(self, device_type)
+
     def _check_new(self, where: str, new: Iterable[str], replaced: tuple[str, ...]) -> None:
         """Raise `ShardingError` if a new axis has the name of one that is not replaced."""
         raise_if(where, [
@@ -380,7 +425,7 @@ class Mesh:
     def _position(self, rank: int) -> int:
         if isinstance(self.devices, range):
             return self.devices.index(rank)
-        return _positions(self)[rank]
+        return rank_positions(self)[rank]
 
 
 def _brief(ranks: range | tuple[int, ...]) -> str:
@@ -427,57 +472,23 @@ def _shape(mesh: Mesh) -> Mapping[str, int]:
     return MappingProxyType(dict(zip(mesh.axes, mesh.sizes, strict=True)))
 
 
-def check_is_mesh(mesh: object, where: str) -> None:
-    """Raise `ShardingError` unless a value is a `Mesh`; the fix for a `DeviceMesh` is its mesh."""
+def as_mesh(mesh: object, where: str) -> Mesh:
+    """Return a mesh, or that of a `DeviceMesh`; raise `ShardingError` for anything else."""
     if isinstance(mesh, Mesh):
-        return
-    fix = "fs.Mesh(dp=2, tp=4)"
+        return mesh
     if hasattr(mesh, "mesh_dim_names"):
-        names = mesh.mesh_dim_names or [f"axis_{dim}" for dim in range(mesh.ndim)]  # type: ignore[attr-defined]
-        grid = ", ".join(f"{name}={mesh.size(dim)}" for dim, name in enumerate(names))  # type: ignore[attr-defined]
-        fix = f"fs.Mesh({grid}, devices={mesh.mesh.flatten().tolist()})"  # type: ignore[attr-defined]
-    fail(where, f"a mesh of type {type(mesh).__name__}", "a mesh must be a fs.Mesh", fix)
+        return Mesh.from_device_mesh(mesh)
+    fail(where, f"a mesh of type {type(mesh).__name__}", "a mesh must be a fs.Mesh",
+         "fs.Mesh(dp=2, tp=4)")  # fmt: skip
 
 
-@lru_cache(maxsize=64)
-def _ranks(mesh: Mesh) -> range | tuple[int, ...]:
-    first, last = min(mesh.devices), max(mesh.devices)
-    dense = last - first + 1 == len(mesh.devices)
-    return range(first, last + 1) if dense else tuple(sorted(mesh.devices))
+@Hook
+def from_device_mesh_hook(device_mesh: Any) -> Mesh:
+    """`Mesh.from_device_mesh`; set by `interop/dtensor.py`."""
+    raise NotImplementedError
 
 
-@lru_cache(maxsize=64)
-def _positions(mesh: Mesh) -> dict[int, int]:
-    return {rank: position for position, rank in enumerate(mesh.devices)}
-
-
-@lru_cache(maxsize=1024)
-def _groups(mesh: Mesh, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-    others = [axis for axis in mesh.axes if axis not in axes]
-    strides = dict(zip(mesh.axes, _strides(mesh.sizes), strict=True))
-
-    def offsets(names: Sequence[str]) -> list[int]:
-        points = itertools.product(*(range(mesh.shape[name]) for name in names))
-        return [
-            sum(strides[name] * c for name, c in zip(names, point, strict=True)) for point in points
-        ]
-
-    inner = offsets(axes)
-    return tuple(tuple(mesh.devices[base + step] for step in inner) for base in offsets(others))
-
-
-def _strides(sizes: Sequence[int]) -> list[int]:
-    return [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
-
-
-@lru_cache(maxsize=4096)
-def _group(mesh: Mesh, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
-    mesh.check_axes(axes, "Mesh.group")
-    strides = dict(zip(mesh.axes, _strides(mesh.sizes), strict=True))
-    coords = mesh.coords(rank)
-    base = mesh._position(rank) - sum(strides[axis] * coords[axis] for axis in axes)
-    points = itertools.product(*(range(mesh.shape[axis]) for axis in axes))
-    return tuple(
-        mesh.devices[base + sum(strides[a] * c for a, c in zip(axes, point, strict=True))]
-        for point in points
-    )
+@Hook
+def to_device_mesh_hook(mesh: Mesh, device_type: str | None) -> Any:
+    """`Mesh.to_device_mesh`; set by `interop/dtensor.py`."""
+    raise NotImplementedError

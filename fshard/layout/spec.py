@@ -14,7 +14,7 @@ from fshard._util.errors import fail, raise_if
 from fshard._util.hooks import Hook
 from fshard._util.text import axes_text
 from fshard.layout.equivalence import canonical_grid, has_coincident_shards, states_of_rank
-from fshard.layout.mesh import Mesh, check_is_mesh
+from fshard.layout.mesh import Mesh, as_mesh
 from fshard.layout.partition_spec import LINEAR, PartitionSpec, chunk_sizes
 from fshard.layout.validation import (
     Sizes,
@@ -101,8 +101,7 @@ class Spec:
         sizes: Mapping[int, Sequence[int] | None] | None = None,
         uneven: str | None = None,
     ) -> None:
-        if not isinstance(mesh, Mesh):
-            check_is_mesh(mesh, "fs.Spec")
+        mesh = as_mesh(mesh, "fs.Spec")
         raise_if("fs.Spec", type_problems(mesh, partition, shape, dtype))
         shape = as_ints(shape) or ()
         problems = value_problems(mesh, partition, shape, dtype, uneven)
@@ -300,9 +299,8 @@ class Spec:
         """
         partition = self.partition if partition is None else partition
         shape = self.shape if shape is None else shape
-        mesh, dtype = mesh or self.mesh, dtype or self.dtype
-        if not isinstance(mesh, Mesh):
-            check_is_mesh(mesh, "Spec.replace")
+        mesh = self.mesh if mesh is None else as_mesh(mesh, "Spec.replace")
+        dtype = dtype or self.dtype
         raise_if("Spec.replace", type_problems(mesh, partition, shape, dtype))
         shape, sizes = as_ints(shape) or (), {} if sizes is None else sizes
         if not isinstance(sizes, Mapping):
@@ -428,6 +426,31 @@ def _canonical_grid(spec: Spec) -> tuple[object, ...]:
     return canonical_grid(spec.mesh, spec.partition, spec.shape, spec.sizes)
 
 
+def is_placements(value: object) -> bool:
+    """Return True for a tuple or list of DTensor's placements."""
+    return (
+        isinstance(value, tuple | list)
+        and len(value) > 0
+        and all(hasattr(item, "is_shard") and hasattr(item, "is_replicate") for item in value)
+    )
+
+
+def partition_of(mesh: Mesh, layout: Any, ndim: int | None = None) -> Any:
+    """Return the partition that DTensor's placements on a mesh mean; other values as they are.
+
+    Without the number of dims, those of `Shard` must not be negative.
+
+    >>> from torch.distributed.tensor import Replicate, Shard
+    >>> partition_of(Mesh(dp=2, tp=4), (Replicate(), Shard(1)))
+    P(None, 'tp')
+    """
+    if not is_placements(layout):
+        return layout
+    dims = [placement.dim for placement in layout if hasattr(placement, "dim")]
+    size = max([0, *(dim + 1 for dim in dims)]) if ndim is None else ndim
+    return from_placements_hook.call(mesh, layout, (mesh.size,) * size, torch.float32).partition
+
+
 @Hook
 def mimebundle_hook(value: Any) -> dict[str, str]:
     """`_repr_mimebundle_` of specs, programs and batches; set by `show/notebook.py`."""
@@ -436,7 +459,7 @@ def mimebundle_hook(value: Any) -> dict[str, str]:
 
 @Hook
 def to_placements_hook(spec: Spec) -> tuple[Any, ...]:
-    """`Spec.placements`; set by `interop.py`."""
+    """`Spec.placements`; set by `interop/placements.py`."""
     raise NotImplementedError
 
 
@@ -444,5 +467,5 @@ def to_placements_hook(spec: Spec) -> tuple[Any, ...]:
 def from_placements_hook(
     mesh: Mesh, placements: Sequence[Any], shape: Sequence[int], dtype: torch.dtype
 ) -> Spec:
-    """`Spec.from_placements`; set by `interop.py`."""
+    """`Spec.from_placements`; set by `interop/placements.py`."""
     raise NotImplementedError

@@ -21,7 +21,7 @@ import torch
 
 from fshard._util.errors import fail
 from fshard._util.text import below, bytes_text, columns, time_text
-from fshard.layout.mesh import Mesh, check_is_mesh
+from fshard.layout.mesh import Mesh, as_mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.tree import flatten, paths, unflatten
 from fshard.ops.core.call import name_of
@@ -153,7 +153,7 @@ def auto(
     >>> fs.auto(lambda x, w: (x @ w).relu(), fs.Mesh(x=4), args).in_specs
     [P('x', None), P(None, None)]
     """
-    check_is_mesh(mesh, "fs.auto")
+    mesh = as_mesh(mesh, "fs.auto")
     if not isinstance(example_args, list | tuple):
         fail("fs.auto", f"example_args of type {type(example_args).__name__}",
              "example_args must be a list of the arguments of a call",

@@ -13,7 +13,7 @@ from fshard._util.cache import BoundedDict
 from fshard._util.errors import Problem, ShardingError, fail, raise_if
 from fshard._util.text import plural
 from fshard._util.tracebacks import hide_frames
-from fshard.layout.mesh import Mesh, check_is_mesh
+from fshard.layout.mesh import Mesh, as_mesh
 from fshard.layout.sharded import Sharded
 from fshard.layout.spec import Spec
 from fshard.layout.tree import (
@@ -477,7 +477,7 @@ def partition(
     sent                          0 B
     time                         0 µs
     """
-    check_is_mesh(mesh, "fs.partition")
+    mesh = as_mesh(mesh, "fs.partition")
     if not callable(fn):
         fail("fs.partition", f"a function of type {type(fn).__name__}",
              "the first argument must be a function",

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from fshard._util.errors import Problem, fail, raise_if
-from fshard.layout.mesh import Mesh, check_is_mesh
+from fshard.layout.mesh import Mesh, as_mesh
 from fshard.program.cost.topology import Link, Topology
 from fshard.program.cost.traffic import Traffic, all_gather_traffic, all_to_all_traffic
 from fshard.run.transports.base import (
@@ -74,6 +74,7 @@ def calibrate(
     ...     topology = fs.calibrate(mesh, save="links.json")
     ...     print(fs.redistribute(src, dst, topology=topology))
     """
+    mesh = as_mesh(mesh, "fs.calibrate")
     world = _world(mesh, seconds, save)
     axes = tuple(axis for axis, size in mesh.shape.items() if size > 1)
     results = torch.zeros(4 + 2 * len(axes), dtype=torch.float64, device=world.device)
@@ -98,7 +99,6 @@ def calibrate(
 
 def _world(mesh: Mesh, seconds: float, save: object) -> ProcessWorld:
     """Return this process's transport; raise `ShardingError` for wrong arguments."""
-    check_is_mesh(mesh, "fs.calibrate")
     world = own_transport()
     if is_simulated() or not isinstance(world, ProcessWorld):
         _no_ranks(mesh)

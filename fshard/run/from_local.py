@@ -9,10 +9,10 @@ import torch
 
 from fshard._util.errors import Problem, fail, raise_if
 from fshard._util.text import numbers_text
-from fshard.layout.mesh import Mesh, check_is_mesh
+from fshard.layout.mesh import Mesh, as_mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.sharded import Sharded
-from fshard.layout.spec import DTYPE_NAMES, Spec
+from fshard.layout.spec import DTYPE_NAMES, Spec, partition_of
 from fshard.run.execute import check_tuple, run_typed_hook
 from fshard.run.transports.base import Label, current_rank, current_transport, labelled, stacked
 from fshard.run.transports.divergence_report import rank_text
@@ -60,7 +60,7 @@ def from_local(
     Args:
         local: this rank's tensor, or in a simulation the tuple of all shards.
         mesh: the mesh.
-        partition: the layout on the mesh.
+        partition: the layout on the mesh, a `P` or DTensor's placements.
         sizes: the shard sizes of the sharded dims. "infer" gathers every rank's shape; "chunk"
             chunks the global `shape`, which it requires, as `torch.chunk` does; a dict has them by
             dim, for dims that are uneven.
@@ -85,7 +85,10 @@ def from_local(
     >>> fs.from_local(replicas, fs.Mesh(x=2), fs.P(), check="broadcast").local[1]
     tensor([1., 1.])
     """
-    check_is_mesh(mesh, "fs.from_local")
+    mesh = as_mesh(mesh, "fs.from_local")
+    first = local[0] if isinstance(local, tuple | list) and local else local
+    ndim = first.ndim if isinstance(first, torch.Tensor) else None
+    partition = partition_of(mesh, partition, ndim)
     if not isinstance(partition, PartitionSpec):
         fail("fs.from_local", f"{mesh!r} and {partition!r}",
              "the arguments must be a local, a Mesh and a P",

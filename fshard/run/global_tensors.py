@@ -14,10 +14,10 @@ from fshard._torch.dynamo import skip_frames_below
 from fshard._torch.memory import unaliased
 from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import fail
-from fshard.layout.mesh import Mesh
+from fshard.layout.mesh import Mesh, as_mesh
 from fshard.layout.partition_spec import LINEAR, PartitionSpec
 from fshard.layout.sharded import Pair, Sharded
-from fshard.layout.spec import Spec
+from fshard.layout.spec import Spec, is_placements, partition_of
 from fshard.layout.tree import is_pair
 from fshard.plan.redistribute import redistribute
 from fshard.program.program import Program
@@ -136,7 +136,8 @@ def _check_layout(layout: object, partition: object, where: str) -> None:
     """Raise `ShardingError` unless the arguments are a `Spec`, or a `Mesh` and a `P`."""
     if isinstance(layout, Spec) and partition is None:
         return
-    if isinstance(layout, Mesh) and isinstance(partition, PartitionSpec):
+    is_mesh = isinstance(layout, Mesh) or hasattr(layout, "mesh_dim_names")
+    if is_mesh and (isinstance(partition, PartitionSpec) or is_placements(partition)):
         return
     types = [type(value).__name__ for value in (layout, partition) if value is not None]
     fail(
@@ -153,7 +154,8 @@ def _layout_of(x: Any, layout: Any, partition: Any, where: str) -> Spec:
     if isinstance(layout, Spec):
         return layout
     check_plain_tensor(x, where)
-    return _spec_on(layout, partition, tuple(x.shape), x.dtype)
+    mesh = as_mesh(layout, where)
+    return _spec_on(mesh, partition_of(mesh, partition, x.ndim), tuple(x.shape), x.dtype)
 
 
 def check_plain_tensor(x: object, where: str) -> None:
@@ -177,7 +179,7 @@ def check_plain_tensor(x: object, where: str) -> None:
             where,
             f"a {type(x).__name__}",
             "a global tensor must be a plain torch.Tensor, without a layout of its own",
-            "x.full_tensor() for the global tensor; or fs.from_local(x.to_local(), mesh, P(...))",
+            "x.full_tensor() for the global tensor; or fs.from_dtensor(x), a pair",
         )
 
 
@@ -196,8 +198,8 @@ def shard(
     Args:
         global_tensor: the tensor, of the spec's shape and dtype.
         spec: the layout, or the mesh of `partition`.
-        partition: the layout on the mesh; dims that it does not divide are chunked as
-            `torch.chunk` does.
+        partition: the layout on the mesh, a `P` or DTensor's placements; dims that it does not
+            divide are chunked as `torch.chunk` does.
 
     Returns:
         The pair. Its local is this rank's slice, in memory of its own; in a simulation the tuple of
@@ -289,8 +291,8 @@ def reshard(
     Args:
         pair: `(local, spec)`; the local is this rank's tensor, or in a simulation all shards. A
             rank outside of the spec's mesh passes None as its local.
-        to: the target; a `P` keeps the mesh, and dims that it does not divide are chunked as
-            `torch.chunk` does.
+        to: the target; a `P`, or DTensor's placements, keep the mesh, and dims that they do not
+            divide are chunked as `torch.chunk` does.
         async_op: launch the last collective and return without waiting for it; without a gradient.
         **options: options of `fs.redistribute`.
 
@@ -310,6 +312,7 @@ def reshard(
     """
     pair = _read_pair(pair, "fs.reshard")
     local, spec = pair.local, pair.spec
+    to = partition_of(spec.mesh, to, spec.ndim)
     if not isinstance(to, Spec | PartitionSpec):
         fail("fs.reshard", f"{to!r}", "the target must be a Spec or a P",
              "fs.P('x'), say")  # fmt: skip

@@ -15,7 +15,7 @@ import torch
 
 from fshard._torch.autograd_state import graph_task_id
 from fshard._util.errors import Problem, fail, raise_if
-from fshard.layout.mesh import Axes, Mesh, as_axes, check_is_mesh
+from fshard.layout.mesh import Axes, Mesh, as_axes, as_mesh
 from fshard.run.execute import Pending, current_tracker_hook
 from fshard.run.transports.base import is_simulated
 from fshard.run.transports.simulator import run_rank_code_hook
@@ -163,8 +163,7 @@ def resolve_axes(axes: Axes, mesh: Mesh | None, where: str) -> tuple[Mesh, tuple
             "axis names are bound inside shard_map",
             f"call {where} in a function under fs.shard_map, or give mesh=",
         )
-    if not isinstance(owner, Mesh):
-        check_is_mesh(owner, where)
+    owner = as_mesh(owner, where)
     names = owner.check_axes(names, where)
     if bound is not None and not bound.axes.issuperset(names):
         _refuse_unmapped(names, bound, where)

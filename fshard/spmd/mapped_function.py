@@ -43,7 +43,7 @@ from fshard.spmd.boundary import (
     result_specs,
     same_gradients,
 )
-from fshard.spmd.in_specs import ArgSignature, Argument, PathSpec, match_specs
+from fshard.spmd.in_specs import ArgSignature, Argument, PathSpec, match_specs, read_placements
 from fshard.spmd.mesh_scope import Scope, check_check, local_map_scope, shard_map_scope
 from fshard.spmd.simulated_map import check_untransformed, map_ranks, run_body
 from fshard.spmd.tracking.out_spec_check import NonTensor, check_replicas, non_tensor_problem
@@ -140,7 +140,8 @@ class MappedFunction:
         check: bool | str,
     ) -> None:
         self.fn, self.mesh, self.axis_names, self.check = fn, mesh, axis_names, check
-        self.in_specs, self.out_specs = in_specs, out_specs
+        self.in_specs = read_placements(in_specs, mesh)
+        self.out_specs = read_placements(out_specs, mesh)
         self.redistribute_inputs = redistribute_inputs
         name = getattr(fn, "__name__", type(fn).__name__)
         self.where = f"{where.removeprefix('fs.')}({name})"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from fshard._util.errors import Problem, did_you_mean, fail, raise_if
-from fshard.layout.mesh import Mesh, check_is_mesh
+from fshard.layout.mesh import Mesh, as_mesh
 from fshard.layout.spec import Spec
 from fshard.spmd.axis_env import BoundAxes
 
@@ -106,12 +106,14 @@ def check_axis_names(axis_names: object, mesh: object, where: str) -> frozenset[
          "axis_names must be a set, frozenset or tuple of axis names", fix)  # fmt: skip
 
 
-def check_mesh(mesh: object, where: str) -> None:
-    """Raise `ShardingError` unless `mesh` is a mesh with axes, or None."""
-    if mesh is not None:
-        check_is_mesh(mesh, where)
-    if isinstance(mesh, Mesh) and not mesh.axes:
+def mapped_mesh(mesh: object, where: str) -> Mesh | None:
+    """Return a mesh with axes, or None; raise `ShardingError` for anything else."""
+    if mesh is None:
+        return None
+    result = as_mesh(mesh, where)
+    if not result.axes:
         fail(where, f"mesh={mesh}", "there must be at least one axis to map", "mesh=fs.Mesh(x=1)")
+    return result
 
 
 def shard_map_scope(

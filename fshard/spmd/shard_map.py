@@ -7,7 +7,7 @@ from typing import Any
 
 from fshard.layout.mesh import Mesh
 from fshard.spmd.mapped_function import map_function
-from fshard.spmd.mesh_scope import check_axis_names, check_mesh, refuse_unknown_options
+from fshard.spmd.mesh_scope import check_axis_names, mapped_mesh, refuse_unknown_options
 
 
 def shard_map(
@@ -91,7 +91,7 @@ def shard_map(
     """
     where = "fs.shard_map"
     refuse_unknown_options(unknown, where)
-    check_mesh(mesh, where)
+    mesh = mapped_mesh(mesh, where)
     names = check_axis_names(axis_names, mesh, where)
     options: dict[str, Any] = {"redistribute_inputs": redistribute_inputs, "check": check}
     return map_function(fn, where, mesh, in_specs, out_specs, names, **options)
@@ -135,5 +135,5 @@ def local_map(
     tensor([0., 2., 4., 6.])
     """
     options: dict[str, Any] = {"redistribute_inputs": redistribute_inputs, "check": False}
-    check_mesh(mesh, "fs.local_map")
+    mesh = mapped_mesh(mesh, "fs.local_map")
     return map_function(fn, "fs.local_map", mesh, in_specs, out_specs, None, **options)

@@ -11,7 +11,7 @@ from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.tree import flatten, map_leaves, paths
 from fshard.spmd.in_specs import DimSpec
 from fshard.spmd.mapped_function import map_function
-from fshard.spmd.mesh_scope import check_mesh
+from fshard.spmd.mesh_scope import mapped_mesh
 
 
 def smap(
@@ -56,7 +56,7 @@ def smap(
     tensor([[3., 3., 3., 3.],
             [3., 3., 3., 3.]])
     """
-    check_mesh(mesh, "fs.smap")
+    mesh = mapped_mesh(mesh, "fs.smap")
     if not isinstance(axis_name, str):
         fail("fs.smap", f"axis_name={axis_name!r}",
              "axis_name must be a string: smap maps one axis",

@@ -24,7 +24,8 @@ REFERENCE = re.compile(r"(?<=<!-- reference -->\n).*(?=<!-- end of reference -->
 STORE = "run python -m tests.repository.test_readme"
 GROUPS = {
     "Layouts": "Mesh P PartitionSpec Spec Sharded parse visualize Picture",
-    "Global tensors and pairs": "shard unshard scatter from_local reshard",
+    "Global tensors and pairs": "shard unshard scatter from_local reshard zeros ones full empty "
+    "arange eye tril triu zeros_like ones_like full_like empty_like from_dtensor to_dtensor",
     "Programs": "redistribute Program Batch Pending lower_bound Bound Cost Topology Link calibrate",
     "Steps": "Step AllGather AllReduce AllSlice AllToAll Cast CollectivePermute Exchange "
     "InvariantToReduced ReducedToInvariant ReduceScatter Remesh ReplicatedToUnreduced "

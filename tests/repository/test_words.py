@@ -24,6 +24,8 @@ FILES = sorted(
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 MAX_FINDINGS_PER_DOCSTRING = 0.03
 MAX_ENTRIES = 16
+TOPS = {"fshard": 17, "tests": 18}
+"""Largest numbers of entries of the folders whose rooms the design lists."""
 
 HEADLESS = re.compile(r"(What|Where|That|Those|Of|Which|As|Whether|How|Who|Whose|So|There)\b")
 WORDS = {
@@ -128,7 +130,7 @@ def test_folders_are_small() -> None:
         str(folder.relative_to(ROOT)): sum(child.name[0] != "_" for child in folder.iterdir())
         for folder in folders
     }
-    assert {name: size for name, size in sizes.items() if size > MAX_ENTRIES} == {}
+    assert {name: size for name, size in sizes.items() if size > TOPS.get(name, MAX_ENTRIES)} == {}
 
 
 def test_test_modules_do_not_import_each_other() -> None:

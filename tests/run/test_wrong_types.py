@@ -33,32 +33,34 @@ def device_mesh() -> Iterator[Any]:
 
 MESH_USES: dict[str, Callable[[Any], Any]] = {
     "Spec": lambda mesh: Spec(mesh, P("dp"), shape=(4,)),
-    "replace": lambda mesh: SPEC.replace(mesh=mesh),
+    "replace": lambda mesh: Spec(Mesh(dp=2), P("dp"), shape=(4,)).replace(mesh=mesh),
     "from_placements": lambda mesh: Spec.from_placements(mesh, (Shard(0),) * 2, (4,)),
     "parse": lambda mesh: fs.parse("f32[4@dp]", mesh),
-    "shard_map": lambda mesh: fs.shard_map(identity, mesh=mesh, in_specs=P(), out_specs=P()),
-    "smap": lambda mesh: fs.smap(identity, in_axes=0, out_axes=0, axis_name="dp", mesh=mesh),
-    "psum": lambda mesh: fs.psum(X, "dp", mesh=mesh),
-    "axis_index": lambda mesh: fs.axis_index("dp", mesh=mesh),
-    "simulate": lambda mesh: fs.simulate(mesh, identity),
-    "from_local": lambda mesh: fs.from_local(X, mesh, P("dp")),
-    "calibrate": fs.calibrate,
-    "init": fs.init,
-    "auto": lambda mesh: fs.auto(identity, mesh, [X]),
-    "partition": lambda mesh: fs.partition(identity, mesh=mesh),
+    "shard_map": lambda mesh: fs.shard_map(
+        lambda: fs.axis_size("dp"), mesh=mesh, in_specs=(), out_specs=None
+    )(),
+    "smap": lambda mesh: fs.smap(lambda x: x * 2, in_axes=0, out_axes=0, axis_name="dp", mesh=mesh)(
+        X[:4]
+    ).tolist(),
+    "axis_size": lambda mesh: fs.axis_size("dp", mesh=mesh),
+    "simulate": lambda mesh: fs.simulate(mesh, lambda: 1),
+    "partition": lambda mesh: fs.partition(identity, mesh=mesh)(X).tolist(),
     "link": lambda mesh: fs.Topology.node().link(mesh, "dp"),
     "between": lambda mesh: fs.Topology.node().between(MESH, mesh),
+    "shard": lambda mesh: fs.shard(X, mesh, P("dp")).spec,
 }
 
 
 @pytest.mark.parametrize("name", MESH_USES)
-def test_device_mesh_is_refused_with_its_mesh(name: str, device_mesh: Any) -> None:
-    with pytest.raises(ShardingError) as caught:
-        MESH_USES[name](device_mesh)
-    text = str(caught.value)
-    assert "  given: a mesh of type DeviceMesh\n  rule:  a mesh must be a fs.Mesh\n" in text
-    fix = text.partition("  fix:   ")[2]
-    assert eval(fix, {"fs": fs}) == Mesh(dp=2, tp=2)
+def test_device_mesh_is_taken_as_its_mesh(name: str, device_mesh: Any) -> None:
+    assert MESH_USES[name](device_mesh) == MESH_USES[name](Mesh(dp=2, tp=2))
+
+
+def test_mesh_of_another_type_is_refused() -> None:
+    with pytest.raises(
+        ShardingError, match=r"a mesh of type dict\n  rule:  a mesh must be a fs\.Mesh"
+    ):
+        Spec({"x": 2}, P("x"), shape=(4,))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from fshard._util.errors import Problem, ShardingError, fail, raise_if
 from fshard._util.text import rate_text, time_text
-from fshard.layout.mesh import Axes, Mesh, as_axes, check_is_mesh
+from fshard.layout.mesh import Axes, Mesh, as_axes, as_mesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,9 +290,7 @@ class Topology:
         >>> fs.Topology.cluster().link(mesh, ("dp", "tp")) == fs.Topology.cluster().outer
         True
         """
-        if not isinstance(mesh, Mesh):
-            check_is_mesh(mesh, "fs.Topology.link")
-        return _link(self, mesh, as_axes(axes))
+        return _link(self, as_mesh(mesh, "fs.Topology.link"), as_axes(axes))
 
     def between(self, mesh: Mesh, other: Mesh) -> Link:
         """Return the link that an exchange between the ranks of two meshes is as slow as.
@@ -308,9 +306,8 @@ class Topology:
         >>> cluster.between(mesh, fs.Mesh(y=8, devices=range(8, 16))) == cluster.outer
         True
         """
-        for either in (mesh, other):
-            check_is_mesh(either, "fs.Topology.between")
-        return _between(self, mesh, other)
+        where = "fs.Topology.between"
+        return _between(self, as_mesh(mesh, where), as_mesh(other, where))
 
     # -- files ------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from fshard._torch.memory import lazy_clone
 from fshard._torch.thread_state import ThreadSettings
 from fshard._util.errors import ShardingError
 from fshard._util.hooks import Hook
-from fshard.layout.mesh import Mesh, check_is_mesh
+from fshard.layout.mesh import Mesh, as_mesh
 from fshard.layout.sharded import Sharded
 from fshard.layout.tree import is_pair, map_leaves
 from fshard.run.transports.base import Finish, Group, as_rank, current_transport
@@ -439,7 +439,7 @@ def simulate(mesh: Mesh, fn: Callable[..., Any], /, *args: Any) -> list[Any]:
     >>> fs.simulate(mesh, lambda: prog(torch.ones(2)).sum().item())
     [4.0, 4.0]
     """
-    check_is_mesh(mesh, "fs.simulate")
+    mesh = as_mesh(mesh, "fs.simulate")
 
     def part(value: Any, index: int) -> Any:
         if not is_pair(value):

@@ -30,9 +30,10 @@ from fshard._torch.process_groups import (
     default_store,
     leak_groups,
     pending_works,
+    resolve_group,
 )
 from fshard._util.errors import fail
-from fshard.layout.mesh import Mesh, check_is_mesh
+from fshard.layout.mesh import Mesh, as_mesh
 from fshard.run.transports.base import (
     LABEL,
     Finish,
@@ -84,6 +85,7 @@ class ProcessWorld:
         names: the names of the process groups, by their ranks.
         listener: the socket that other ranks watch.
         backends: the backend of each device type.
+        device_meshes: DeviceMeshes made of meshes and device types.
         only_gloo: whether all of them are gloo.
     """
 
@@ -95,6 +97,7 @@ class ProcessWorld:
     listener: Listener
     names: dict[Group, str] = field(default_factory=dict)
     backends: dict[str, str] = field(default_factory=dict)
+    device_meshes: dict[tuple[Mesh, str], Any] = field(default_factory=dict)
     only_gloo: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -258,6 +261,10 @@ class ProcessWorld:
         is_native = dtype in NATIVE and dtype.is_floating_point
         return is_native and AVERAGING.issuperset(self.backends.values())
 
+    def process_group(self, ranks: Group) -> Any:
+        """Return the process group of ranks, which all of them call."""
+        return resolve_group(self._group(ranks, "new_group")[0])
+
     def _group(self, ranks: Group, op: str) -> tuple[str, list[int] | None]:
         """Return the name of a process group, and the ranks' places in it if they are not sorted.
 
@@ -350,7 +357,7 @@ def init(
     >>> def main():  # torchrun --nproc-per-node 2 script.py
     ...     fs.init(fs.Mesh(x=2), timeout=60)
     """
-    check_is_mesh(mesh, "fs.init")
+    mesh = as_mesh(mesh, "fs.init")
     if not dist.is_initialized():
         required = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         missing = [name for name in required if name not in os.environ]

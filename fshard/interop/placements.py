@@ -24,7 +24,7 @@ import torch
 
 from fshard._torch.process_groups import strided_shard_type
 from fshard._util.errors import Problem, fail, raise_if
-from fshard.layout.mesh import Mesh, check_is_mesh
+from fshard.layout.mesh import Mesh, as_mesh
 from fshard.layout.partition_spec import REDUCTIONS, PartitionSpec, chunk_sizes
 from fshard.layout.spec import Spec, from_placements_hook, to_placements_hook
 
@@ -94,7 +94,7 @@ def from_placements(
     >>> Spec.from_placements(Mesh(dp=2, tp=2), (Shard(-1), Shard(-1)), (5,))
     f32[5@(dp,tp):chunk]
     """
-    check_is_mesh(mesh, "Spec.from_placements")
+    mesh = as_mesh(mesh, "Spec.from_placements")
     where = f"Spec.from_placements({mesh}, {tuple(placements)}, {tuple(shape)})"
     if len(placements) != len(mesh.axes):
         fail(where, f"{len(placements)} placements", f"one per mesh axis: {len(mesh.axes)}",

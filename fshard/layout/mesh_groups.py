@@ -1,0 +1,62 @@
+"""Ranks of a mesh in order, and the groups that communicate along some of its axes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fshard.layout.mesh import Mesh
+
+
+@lru_cache(maxsize=64)
+def sorted_ranks(mesh: Mesh) -> range | tuple[int, ...]:
+    """Return the ranks of a mesh in increasing order, as a range where they are dense."""
+    first, last = min(mesh.devices), max(mesh.devices)
+    dense = last - first + 1 == len(mesh.devices)
+    return range(first, last + 1) if dense else tuple(sorted(mesh.devices))
+
+
+@lru_cache(maxsize=64)
+def rank_positions(mesh: Mesh) -> dict[int, int]:
+    """Return the position of every rank among the devices of a mesh."""
+    return {rank: position for position, rank in enumerate(mesh.devices)}
+
+
+@lru_cache(maxsize=1024)
+def mesh_groups(mesh: Mesh, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    """Return the groups of ranks along `axes`, which must be axes of the mesh."""
+    others = [axis for axis in mesh.axes if axis not in axes]
+    strides = _strides(mesh)
+
+    def offsets(names: Sequence[str]) -> list[int]:
+        points = itertools.product(*(range(mesh.shape[name]) for name in names))
+        return [
+            sum(strides[name] * c for name, c in zip(names, point, strict=True)) for point in points
+        ]
+
+    inner = offsets(axes)
+    return tuple(tuple(mesh.devices[base + step] for step in inner) for base in offsets(others))
+
+
+@lru_cache(maxsize=4096)
+def rank_group(mesh: Mesh, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
+    """Return the group along `axes` that contains a rank of the mesh."""
+    mesh.check_axes(axes, "Mesh.group")
+    strides = _strides(mesh)
+    coords = mesh.coords(rank)
+    base = sum(strides[axis] * coords[axis] for axis in mesh.axes if axis not in axes)
+    points = itertools.product(*(range(mesh.shape[axis]) for axis in axes))
+    return tuple(
+        mesh.devices[base + sum(strides[a] * c for a, c in zip(axes, point, strict=True))]
+        for point in points
+    )
+
+
+def _strides(mesh: Mesh) -> dict[str, int]:
+    """Return the distance among the devices of neighbours along each axis."""
+    sizes = mesh.sizes
+    return {axis: math.prod(sizes[dim + 1 :]) for dim, axis in enumerate(mesh.axes)}

@@ -1,0 +1,1 @@
+"""Tests of conversions to and from DTensor, DeviceMesh and JAX."""
