@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = [
     "DisableTorchFunction", "TorchDispatchMode", "current_dispatch_mode", "disable_dispatch_modes",
     "dispatch_modes", "function_modes", "pop_dispatch_mode", "pop_function_mode",
-    "push_dispatch_mode", "push_function_mode", "without_dispatch_modes",
+    "push_dispatch_mode", "pushed_function_modes", "replaced_function_modes",
+    "without_dispatch_modes",
 ]  # fmt: skip
 
 DisableTorchFunction = torch._C.DisableTorchFunction
@@ -32,6 +33,28 @@ push_dispatch_mode: Callable[[Any], None] = _python_dispatch._push_mode
 pop_dispatch_mode: Callable[[], Any] = _python_dispatch._pop_mode
 disable_dispatch_modes = _python_dispatch._disable_current_modes
 """Context without dispatch modes, pre-dispatch ones of the process included."""
+
+
+@contextmanager
+def pushed_function_modes(modes: Iterable[Any]) -> Iterator[None]:
+    """Push function modes for a block, which may have been entered already, outermost first."""
+    with ExitStack() as stack:
+        for mode in modes:
+            push_function_mode(mode)
+            stack.callback(pop_function_mode)
+        yield
+
+
+@contextmanager
+def replaced_function_modes(modes: Iterable[Any]) -> Iterator[None]:
+    """Replace the function modes of this thread by others in a block."""
+    hidden = [pop_function_mode() for _ in function_modes()]
+    try:
+        with pushed_function_modes(modes):
+            yield
+    finally:
+        for mode in reversed(hidden):
+            push_function_mode(mode)
 
 
 @contextmanager

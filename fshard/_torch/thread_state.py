@@ -69,9 +69,7 @@ class ThreadSettings:
             torch._C._set_multithreading_enabled(False)
             stack.enter_context(self.autocasting())
             # Pushed, not entered: a mode that the caller has entered supports one exit only.
-            for mode in self.function_modes:
-                modes.push_function_mode(mode)
-                stack.callback(modes.pop_function_mode)
+            stack.enter_context(modes.pushed_function_modes(self.function_modes))
             for mode in self.dispatch_modes:
                 modes.push_dispatch_mode(mode)
                 stack.callback(modes.pop_dispatch_mode)

@@ -20,6 +20,7 @@ from fshard.ops.trace.mapped_regions import MappedRegion
 from fshard.plan.batch.batch import Batch, batch_from_leaves
 from fshard.program.program import Program
 from fshard.run.autograd.planned_gradient import OutputGradient
+from fshard.run.transports.shape_only import RecordedCollective
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +140,25 @@ class CustomGradient:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RegionCall:
-    """Call of a mapped function on locals; its gradient is that of the function's body."""
+    """Call of a mapped function on locals; its gradient is that of the function's body.
+
+    `grads` says for every operand if its gradient is requested; None if nothing is differentiated.
+    """
 
     out: int
     region: MappedRegion
     operands: tuple[Ref, ...]
+    grads: tuple[bool, ...] | None
+
+    @property
+    def forward(self) -> tuple[RecordedCollective, ...]:
+        """The collectives of the body."""
+        return self.region.forward
+
+    @property
+    def backward(self) -> tuple[RecordedCollective, ...]:
+        """The collectives of the body's backward pass."""
+        return () if self.grads is None else self.region.backward(self.grads)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -252,6 +267,8 @@ def keep_gradients_of(lines: Sequence[Line], outputs: Sequence[int]) -> list[Lin
         differentiated.update(operands_of(line) if out in differentiated else ())
         if isinstance(line, Redistribution) and line.grad and out not in differentiated:
             kept.append(replace(line, grad=False))
+        elif isinstance(line, RegionCall) and out not in differentiated:
+            kept.append(replace(line, grads=None))
         else:
             kept.append(line)
     return kept[::-1]

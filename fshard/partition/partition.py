@@ -417,7 +417,9 @@ def partition(
     graph (`explain()` says "any value") if they are used in Python arithmetic, comparisons and
     pointwise operations alone; others, as sizes, are traced once for each value. Writes in place
     are supported: arguments that the function writes, such as running statistics, are written in
-    their locals, without gradient.
+    their locals, without gradient. A `fs.shard_map` in the function is one operation: its body runs
+    on locals at every call and may read values. It takes the tensors of the function as arguments,
+    and gradients through it are taken outside of the function.
 
     Python state that the function's code can name beside its arguments is guarded: closure cells,
     default arguments, globals, attributes of objects, items of lists and dicts up to 256, and of

@@ -21,7 +21,7 @@ from fshard.ops.core.call import instances_in
 from fshard.partition import ir
 from fshard.partition.execution import run_lines
 from fshard.partition.execution.schedule import schedule
-from fshard.partition.ir import LaunchBatch, Line, Redistribution
+from fshard.partition.ir import LaunchBatch, Line, Redistribution, RegionCall
 from fshard.plan.batch.batch import Batch
 from fshard.program.cost.model import Cost
 from fshard.program.cost.topology import Topology
@@ -29,6 +29,7 @@ from fshard.program.program import Program
 from fshard.program.program_arguments import as_topology
 from fshard.run.creation import rank_on_mesh
 from fshard.run.global_tensors import unshard
+from fshard.run.transports.shape_only import RecordedCollective
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +95,17 @@ class PartitionedCall:
     def cost(self, topology: Topology | None = None, *, backward: bool = False) -> Cost:
         """Return the cost of all launches, one after the other, without computation.
 
+        Collectives in mapped functions count as the first rank launches them on zeros.
+
         Args:
             topology: the topology to cost them on; None is the one they were planned on.
             backward: return the cost of the transposes instead, which run backward.
         """
-        plans: list[Program | Batch] = []
+        plans: list[Program | Batch | RecordedCollective] = []
         for line in self.schedule:
             match line:
+                case RegionCall():
+                    plans += line.backward if backward else line.forward
                 case _ if backward:
                     plans += ir.backward_plans(line)
                 case LaunchBatch(batch=batch):

@@ -24,6 +24,7 @@ from fshard.partition.partitioned_call import PartitionedCall, explain_partition
 from fshard.program.cost.topology import Topology
 from fshard.program.program import Program
 from fshard.program.steps import AllGather
+from fshard.run.transports.shape_only import RecordedCollective
 from fshard.show.table import Column, Row, Table
 
 MAX_GATHERED = 4
@@ -138,8 +139,17 @@ def _line(line: Line, inputs: Sequence[int]) -> Iterator[Row]:
             yield from _backward_rows(line, 1)
         case RegionCall():
             yield line.region.__name__, specs_text(line.region.out_specs), "", ""
+            for (op, axes, nbytes), n in _sent(line.forward).items():
+                yield f"→ {_times(n)}{op}({axes})", "in the body", bytes_text(n * nbytes), ""
+            for (op, axes, nbytes), n in _sent(line.backward).items():
+                yield f"← {_times(n)}{op}({axes})", "in the body", "", bytes_text(n * nbytes)
         case Redistribution() if line.source.value not in inputs:
             yield from _move_rows(line, 1)
+
+
+def _sent(collectives: Sequence[RecordedCollective]) -> Counter[tuple[str, str, int]]:
+    """Return how often a body has a collective over axes that sends some number of bytes."""
+    return Counter((x.op, ", ".join(x.axes), x.traffic.sent) for x in collectives)
 
 
 def _arguments(call: PartitionedCall) -> Iterator[Row]:

@@ -77,6 +77,12 @@ def shard_map(
     axes alone. The check of the outer call holds. Pairs made there are sharded over axes not mapped
     yet, or are of the full mesh and equal along the mapped axes.
 
+    In a function of `fs.partition` a mapped function on the same mesh is one operation. Its body
+    runs at every call: it may use `nonzero` and branch on values, but the shapes of its results
+    must not depend on them. It also runs once on zeros while the function is traced, for the
+    layouts of results and the collectives that `explain()` counts. Tensors of the function are
+    arguments of the mapped function, not closures; `torch.func` transforms are taken in the body.
+
     Semantics after `jax.shard_map` (JAX 0.11).
 
     >>> import torch

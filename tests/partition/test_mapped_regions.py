@@ -161,13 +161,167 @@ def test_arguments_without_a_spec_are_refused() -> None:
     )
 
 
-def test_keyed_block_around_a_region_is_refused() -> None:
-    mapped = fs.shard_map(torch.sin, mesh=MESH, in_specs=P(), out_specs=P())
+# -- surroundings of the call -------------------------------------------------------------------
 
-    def draws(key: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+
+def test_keyed_block_may_enclose_a_region_that_draws_nothing() -> None:
+    """Draws around it are those of one device; a draw in the body is refused, as by `shard_map`."""
+    mapped = fs.shard_map(torch.sin, mesh=MESH, in_specs=P("dp"), out_specs=P("dp"))
+    specs: Any = {"in_specs": P("dp"), "out_specs": P("dp"), "check": False}
+    drawing = fs.shard_map(F.dropout, mesh=MESH, **specs)
+
+    def draws(key: torch.Tensor, x: torch.Tensor, sin: Any = torch.sin) -> torch.Tensor:
+        with fs.random.keyed(key):
+            x = F.dropout(x)
+            return sin(x) + torch.rand(4, 4)
+
+    key, x = fs.random.key(0), torch.ones(4, 4)
+    part = fs.partition(lambda key, x: draws(key, x, mapped), mesh=MESH, in_specs=(P(), P("dp")))
+    assert torch.equal(part(key, x), draws(key, x))
+    part = fs.partition(lambda key, x: draws(key, x, drawing), mesh=MESH)
+    with pytest.raises(ShardingError, match="the block must be in the mapped function"):
+        part(key, x)
+
+
+def test_keyed_block_refuses_a_draw_that_tracing_did_not_reach() -> None:
+    mapped = fs.shard_map(
+        lambda x: F.dropout(x) if float(fs.pmax(x.sum(), "dp")) > 0 else x,
+        mesh=MESH, in_specs=P("dp"), out_specs=P("dp"), check=False,
+    )  # fmt: skip
+
+    def run(key: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         with fs.random.keyed(key):
             return mapped(x)
 
-    part = fs.partition(draws, mesh=MESH)
-    with pytest.raises(ShardingError, match=r"a fs\.random\.keyed block around a mapped function"):
+    part = fs.partition(run, mesh=MESH, in_specs=(P(), P("dp")))
+    assert torch.equal(part(fs.random.key(0), torch.zeros(4)), torch.zeros(4))
+    with pytest.raises(ShardingError, match="the block must be in the mapped function"):
         part(fs.random.key(0), torch.ones(4))
+
+
+def test_body_runs_under_the_autocast_that_encloses_it() -> None:
+    mapped = fs.shard_map(lambda x: x @ x.T, mesh=MESH, in_specs=P("dp"), out_specs=P("dp"))
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return mapped(x)
+
+    x = torch.randn(4, 4, requires_grad=True)
+    result = fs.partition(run, mesh=MESH)(x)
+    assert result.dtype == torch.bfloat16
+    assert torch.equal(result, run(x))
+
+
+def test_body_runs_under_the_function_modes_that_enclose_it() -> None:
+    mapped = fs.shard_map(
+        lambda x: x + torch.zeros(()).is_meta, mesh=MESH, in_specs=P("dp"), out_specs=P("dp")
+    )
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        with torch.device("meta"):
+            return mapped(x)
+
+    x = torch.zeros(4)
+    assert torch.equal(fs.partition(run, mesh=MESH)(x), x + 1)
+
+
+def test_tracing_draws_and_logs_nothing() -> None:
+    """The generator and `comm_log` are in the first call as in the second one."""
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        return fs.psum(x * float(x.sum()), "dp") + torch.rand(2)
+
+    mapped = fs.shard_map(body, mesh=MESH, in_specs=P("dp"), out_specs=P("dp"), check=False)
+    part = fs.partition(mapped, mesh=MESH, in_specs=P("dp"))
+    x, outcomes = torch.ones(4), []
+    for _ in range(2):
+        torch.manual_seed(0)
+        with fs.comm_log() as log:
+            outcomes.append((part(x).tolist(), log.to_dict()))
+    assert outcomes[0] == outcomes[1]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`")  # of torch.func.jvp
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f: lambda x: torch.func.vmap(f)(x[None]),
+        lambda f: lambda x: torch.func.jvp(f, (x,), (x,)),
+        lambda f: torch.func.grad(lambda x: f(x).sum()),
+    ],
+)
+def test_transforms_of_a_region_are_refused(transform: Any) -> None:
+    specs: Any = {"mesh": MESH, "in_specs": P("dp"), "out_specs": P("dp")}
+    x = torch.arange(4.0)
+    assert refused(transform(fs.shard_map(torch.sin, **specs)), x) == message(
+        "shard_map(sin)",
+        "a call that torch.func transforms in a traced function, by vmap, grad, jvp or the like, "
+        "or in a dual_level",
+        "the body of a mapped function is not traced, so it must be called untransformed",
+        "take the transform in the body; or torch.autograd.grad of the partitioned function's "
+        "result",
+    )
+    # The fix.
+    body = fs.shard_map(torch.func.grad(lambda x: torch.sin(x).sum()), **specs)
+    assert torch.equal(fs.partition(body, mesh=MESH)(x), torch.cos(x))
+
+
+def test_error_of_a_body_is_raised_by_its_first_run() -> None:
+    runs = []
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        runs.append(x.device.type)
+        raise KeyError("w")
+
+    assert "KeyError: 'w'" in refused(
+        fs.shard_map(body, mesh=MESH, in_specs=P("dp"), out_specs=P("dp")), torch.ones(4)
+    )
+    assert runs == ["meta"]
+
+
+# -- costs of the body --------------------------------------------------------------------------
+
+
+def collectives(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return rows of `x`; every collective moves them."""
+    x = fs.psum(torch.tanh(x @ w), "ep") / 2
+    x = fs.all_to_all(x, "dp", 1, 0, tiled=True)
+    x = fs.all_to_all(x, "dp", 0, 1, tiled=True)
+    x = fs.psum_scatter(x, "dp", tiled=True)
+    x = fs.all_gather(x, "dp", tiled=True)
+    x = fs.ppermute(x, "dp", [(0, 1), (1, 0)])
+    return x + fs.pmax(x.detach(), "dp")
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_costs_of_a_body_are_those_of_its_run(reads: bool) -> None:
+    """Launches and bytes, forward and backward, equal those that a log counts."""
+
+    def body(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return collectives(w, x) * (1 + float(x.isnan().any()) if reads else 1)
+
+    specs: Any = {"in_specs": (P(), P("dp")), "out_specs": P("dp")}
+    mapped = fs.shard_map(body, mesh=MESH, **specs)
+    part = fs.partition(lambda w, x: mapped(w, x.sin()), mesh=MESH, in_specs=(P(), P("dp")))
+    w, x = (torch.randn(8, 8, requires_grad=True) for _ in range(2))
+    call, pairs = part.trace(w, x), (fs.shard(w, MESH, P()), fs.shard(x, MESH, P("dp")))
+    with fs.comm_log() as log:
+        y = part(*pairs)
+        torch.autograd.grad(y.local, (*pairs[0].local, *pairs[1].local), y.local)
+    for cost, phase in ((call.cost(), log.forward), (call.cost(backward=True), log.backward)):
+        assert cost.launches == phase.counts.total() > 3
+        assert cost.bytes_sent == phase.total_bytes
+        assert cost.time > cost.launches * call._topology.launch
+    text = str(part.explain(w, x))
+    assert "→ all_reduce(ep)" in text
+    assert "← " in text
+
+
+def test_bodies_without_gradient_have_no_backward_cost() -> None:
+    mapped = fs.shard_map(
+        lambda x: fs.psum(x.sum(), "dp"), mesh=MESH, in_specs=P("dp"), out_specs=P()
+    )
+    part = fs.partition(lambda x: (x.sin(), mapped(x).detach()), mesh=MESH, in_specs=P("dp"))
+    call = part.trace(torch.ones(4, requires_grad=True))
+    assert call.cost().launches == 1
+    assert call.cost(backward=True).launches == 0

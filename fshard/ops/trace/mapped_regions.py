@@ -1,40 +1,46 @@
 """Calls of mapped functions in traced functions: one operation of the graph, run on locals.
 
 The body is not traced: it runs at every call of the partitioned function, and may read values. Its
-results' layouts are those of one run on locals without values, or on zeros if it reads values.
+results' layouts and its collectives are those of one run on locals without values, or on zeros if
+it reads values. That run sees the function modes and the autocast that the body will run under, as
+if the traced function was running; it draws no random values, and nothing observes it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import Context, ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx
 
 from fshard._torch.fake_tensors import FakeTensor
+from fshard._torch.functorch import is_transformed
 from fshard._torch.modes import (
     TorchDispatchMode,
     function_modes,
-    pop_function_mode,
-    push_function_mode,
+    pushed_function_modes,
+    replaced_function_modes,
     without_dispatch_modes,
 )
-from fshard._util.errors import fail
+from fshard._torch.thread_state import ThreadSettings
+from fshard._util.errors import ShardingError, fail
 from fshard.layout.sharded import Sharded
 from fshard.layout.spec import Spec
 from fshard.layout.tree import TreeDef, flatten, tensors_in, unflatten
-from fshard.ops.prng.keyed_block import keyed_block_hook
 from fshard.ops.trace.inner_gradients import TraceMode
-from fshard.run.transports.base import as_rank
-from fshard.run.transports.shape_only import ShapeTransport
+from fshard.run.transports.base import as_rank, unobserved
+from fshard.run.transports.shape_only import RecordedCollective, RecordingTransport
+from fshard.spmd.closure_inputs import graph_leaves
 from fshard.spmd.mapped_function import MAP_RECORDER, MappedFunction
 
 _REGIONS: ContextVar[list[MappedRegion]] = ContextVar("fshard_mapped_regions")
 """Regions of the function that is being traced, by the number in their operation."""
+_AMBIENT: ContextVar[tuple[Any, ...]] = ContextVar("fshard_ambient_modes")
+"""Function modes around the trace."""
 
 
 @torch.library.custom_op("fshard::mapped_region", mutates_args=())
@@ -64,6 +70,32 @@ MAPPED_REGION = torch.ops.fshard.mapped_region.default
 
 
 @dataclass(frozen=True, eq=False)
+class Surroundings:
+    """Settings that a traced function has entered where it calls a mapped function.
+
+    Attributes:
+        modes: function modes, outermost first: blocks of `fs.random.keyed`, a default device.
+        settings: settings of the thread, of which autocast is applied.
+    """
+
+    modes: tuple[Any, ...]
+    settings: ThreadSettings
+
+    @staticmethod
+    def current() -> Surroundings:
+        """Return the settings that the function that is traced has entered."""
+        modes = function_modes()
+        last = max(i for i, mode in enumerate(modes) if isinstance(mode, TraceMode))
+        return Surroundings(tuple(modes[last + 1 :]), ThreadSettings.current())
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Apply the settings in a block."""
+        with self.settings.autocasting(), pushed_function_modes(self.modes):
+            yield
+
+
+@dataclass(frozen=True, eq=False)
 class MappedRegion:
     """Target of a graph node `(inputs,) -> outputs`: a call of a mapped function.
 
@@ -74,6 +106,8 @@ class MappedRegion:
         in_specs: the specs of the inputs.
         out_specs: the specs of the outputs.
         grad: True if the body closes over tensors that require grad.
+        forward: the collectives of the first rank.
+        surroundings: the settings that it runs with.
     """
 
     function: MappedFunction
@@ -82,6 +116,9 @@ class MappedRegion:
     in_specs: tuple[Spec, ...]
     out_specs: tuple[Spec, ...]
     grad: bool
+    forward: tuple[RecordedCollective, ...]
+    surroundings: Surroundings
+    _backward: dict[tuple[bool, ...], tuple[RecordedCollective, ...]] = field(default_factory=dict)
 
     @property
     def __name__(self) -> str:
@@ -93,7 +130,8 @@ class MappedRegion:
         pairs = map(Sharded, inputs, self.in_specs)
         leaves = [next(pairs) if isinstance(leaf, Spec) else leaf for leaf in self.leaves]
         args, kwargs = unflatten(self.tree, leaves)
-        outputs = _tensor_results(self.function.call(args, kwargs))
+        with self.surroundings.entered():
+            outputs = _tensor_results(self.function.call(args, kwargs))
         for pair, spec in zip(outputs, self.out_specs, strict=True):
             if pair.spec != spec:
                 fail(
@@ -103,6 +141,17 @@ class MappedRegion:
                     "pad the result to a static shape",
                 )
         return [pair.local for pair in outputs]
+
+    def backward(self, grads: tuple[bool, ...]) -> tuple[RecordedCollective, ...]:
+        """Return the collectives of the first rank's backward pass.
+
+        Args:
+            grads: for every input, if its gradient is requested.
+        """
+        if grads not in self._backward:
+            run = ShapeRun(self.function, self.leaves, self.tree, self.surroundings, grads)
+            self._backward[grads] = tuple(run.transport.backward)
+        return self._backward[grads]
 
 
 def _tensor_results(results: Any) -> list[Sharded]:
@@ -116,12 +165,14 @@ def _tensor_results(results: Any) -> list[Sharded]:
 def recorded_regions() -> Iterator[list[MappedRegion]]:
     """Record the calls of mapped functions in the block; return the list of regions."""
     regions: list[MappedRegion] = []
-    tokens = _REGIONS.set(regions), MAP_RECORDER.set(_record)
+    ambient = tuple(function_modes())
+    tokens = _REGIONS.set(regions), MAP_RECORDER.set(_record), _AMBIENT.set(ambient)
     try:
         yield regions
     finally:
         _REGIONS.reset(tokens[0])
         MAP_RECORDER.reset(tokens[1])
+        _AMBIENT.reset(tokens[2])
 
 
 def name_regions(graph: fx.GraphModule, regions: Sequence[MappedRegion]) -> None:
@@ -133,12 +184,14 @@ def name_regions(graph: fx.GraphModule, regions: Sequence[MappedRegion]) -> None
 
 def _record(function: MappedFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the result of a mapped call as values of the graph that is being traced."""
-    if keyed_block_hook.call() is not None:
+    if is_transformed():
         fail(
             function.where,
-            "a fs.random.keyed block around a mapped function in a traced function",
-            "the block must be in the mapped function: its body runs when the block has ended",
-            "with fs.random.keyed(key): in the body, with the key as an argument",
+            "a call that torch.func transforms in a traced function, by vmap, grad, jvp or the "
+            "like, or in a dual_level",
+            "the body of a mapped function is not traced, so it must be called untransformed",
+            "take the transform in the body; or torch.autograd.grad of the partitioned function's "
+            "result",
         )
     specs = function.specs_of_arguments(args, kwargs)
     leaves, tree = flatten((args, kwargs))
@@ -153,10 +206,17 @@ def _record(function: MappedFunction, args: tuple[Any, ...], kwargs: dict[str, A
         )
     template = tuple(x if spec is None else spec for x, spec in zip(leaves, specs, strict=True))
     in_specs = tuple(spec for spec in specs if spec is not None)
-    results, results_tree, grad = _shapes_of(function, template, tree, in_specs)
-    out_specs = tuple(leaf.spec for leaf in results if isinstance(leaf, Sharded))
+    surroundings = Surroundings.current()
+    run = ShapeRun(function, template, tree, surroundings)
+    results, results_tree = flatten(run.results)
+    tensors = [leaf for leaf in results if isinstance(leaf, Sharded)]
+    grad = any(pair.local.requires_grad for pair in tensors)
+    out_specs, forward = tuple(pair.spec for pair in tensors), tuple(run.transport.forward)
     regions = _REGIONS.get()
-    regions.append(MappedRegion(function, tree, template, in_specs, out_specs, grad))
+    region = MappedRegion(
+        function, tree, template, in_specs, out_specs, grad, forward, surroundings
+    )
+    regions.append(region)
     outputs = iter(MAPPED_REGION(inputs, len(regions) - 1))
     return unflatten(
         results_tree, [next(outputs) if isinstance(x, Sharded) else x for x in results]
@@ -168,39 +228,77 @@ def _is_unplanned(leaf: Any, spec: Spec | None) -> bool:
     return isinstance(leaf, symbols) or (spec is None and isinstance(leaf, Tensor))
 
 
-def _shapes_of(
-    function: MappedFunction, leaves: Sequence[Any], tree: TreeDef, in_specs: Sequence[Spec]
-) -> tuple[list[Any], TreeDef, bool]:
-    """Run a mapped function as one rank without communication.
+class ShapeRun:
+    """Run of a mapped function as the first rank of its mesh, without values and communication.
 
-    Returns:
-        The leaves of its result, pairs in the place of tensors; their tree; and True if results
-        depend on tensors that require grad, which the body closes over.
+    Attributes:
+        results: the result, with pairs in the place of tensors.
+        transport: the transport, which has recorded the collectives.
     """
-    rank = in_specs[0].mesh.ranks[0]
-    body = function.with_body(_without_traced_tensors(function.fn, function.where))
 
-    def run(device: str) -> Any:
-        pairs = [
-            Sharded(torch.zeros(x.local_shape(rank), dtype=x.dtype, device=device), x)
-            if isinstance(x, Spec)
-            else x
-            for x in leaves
-        ]
-        args, kwargs = unflatten(tree, pairs)
-        return body.call(args, kwargs)
+    def __init__(
+        self,
+        function: MappedFunction,
+        leaves: Sequence[Any],
+        tree: TreeDef,
+        surroundings: Surroundings,
+        grads: Sequence[bool] | None = None,
+    ) -> None:
+        """Run the function.
 
-    def run_as_rank() -> Any:
-        with _without_tracers(), as_rank(ShapeTransport(rank)):
-            try:
-                return run("meta")
-            except Exception:  # noqa: BLE001 - it reads values, or fails again
-                return run("cpu")
+        Args:
+            function: the mapped function.
+            leaves: the leaves of its arguments, with a `Spec` in the place of every tensor.
+            tree: the tree of its arguments.
+            surroundings: the settings to run with.
+            grads: for every tensor, if its gradient is computed; None runs no backward pass.
+        """
+        self.function = function.with_body(_without_traced_tensors(function.fn, function.where))
+        self.leaves, self.tree, self.grads = leaves, tree, grads
+        modes = _AMBIENT.get(None)
+        ambient = tuple(function_modes()) if modes is None else modes
+        Context().run(self.run, ambient, surroundings)  # in which no function is traced
 
-    result = Context().run(run_as_rank)  # in which no function is traced
-    results, results_tree = flatten(result)
-    grad = any(x.local.requires_grad for x in results if isinstance(x, Sharded))
-    return results, results_tree, grad
+    def run(self, ambient: Sequence[Any], surroundings: Surroundings) -> None:
+        """Run on meta tensors; on zeros if the body reads values, has others, or is autocast.
+
+        PyTorch raises errors of several types for a meta tensor.
+        """
+        with (
+            replaced_function_modes(ambient),
+            without_dispatch_modes(),
+            torch.random.fork_rng(devices=()),
+            unobserved(),
+            surroundings.entered(),
+        ):
+            if not surroundings.settings.autocast:
+                with suppress(RuntimeError, TypeError, ShardingError):
+                    self.run_on("meta")
+                    return
+            self.run_on("cpu")
+
+    def run_on(self, device: str) -> None:
+        """Run on zeros on a device, forward and backward."""
+        mesh = next(x.mesh for x in self.leaves if isinstance(x, Spec))
+        rank, grads = mesh.ranks[0], iter(self.grads or ())
+        self.transport = RecordingTransport(rank, mesh)
+
+        def zeros(spec: Spec) -> Sharded:
+            x = torch.zeros(spec.local_shape(rank), dtype=spec.dtype, device=device)
+            return Sharded(x.requires_grad_(next(grads, False)), spec)
+
+        leaves = [zeros(leaf) if isinstance(leaf, Spec) else leaf for leaf in self.leaves]
+        args, kwargs = unflatten(self.tree, leaves)
+        differentiated = self.grads is not None
+        with (
+            as_rank(self.transport),
+            torch.set_grad_enabled(differentiated or torch.is_grad_enabled()),
+        ):
+            self.results = self.function.call(args, kwargs)
+            if differentiated:
+                ys = [x.local for x in _tensor_results(self.results) if x.local.requires_grad]
+                cotangents = list(map(torch.zeros_like, ys))
+                torch.autograd.grad(ys, graph_leaves(ys), cotangents, allow_unused=True)
 
 
 def _without_traced_tensors(fn: Callable[..., Any], where: str) -> Callable[..., Any]:
@@ -231,20 +329,3 @@ class _RefuseTracedTensors(TorchDispatchMode):
                 "fs.shard_map(lambda w, x: x @ w, ...)(w, x)",
             )
         return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _without_tracers() -> Iterator[None]:
-    """Hide the operations of a block from the tracer; other function modes see them."""
-    modes = [pop_function_mode() for _ in function_modes()]
-    others = [mode for mode in reversed(modes) if not isinstance(mode, TraceMode)]
-    for mode in others:
-        push_function_mode(mode)
-    try:
-        with without_dispatch_modes():
-            yield
-    finally:
-        for _ in others:
-            pop_function_mode()
-        for mode in reversed(modes):
-            push_function_mode(mode)

@@ -295,8 +295,10 @@ class LayoutAssigner:
             )
         refs = map(self.redistributed, inputs, region.in_specs)
         out, lines = self.assignment.new_value(), self.assignment.lines
-        lines.append(ir.RegionCall(out, region, tuple(map(Ref, refs))))
-        grad = self.grad and (region.grad or any(x.grad for x in inputs))
+        grads = tuple(x.grad for x in inputs)
+        grad = self.grad and (region.grad or any(grads))
+        operands = tuple(map(Ref, refs))
+        lines.append(ir.RegionCall(out, region, operands, grads if grad else None))
         results = []
         for index, spec in enumerate(region.out_specs):
             value = self.assignment.new_value()

@@ -1,6 +1,6 @@
-"""Transport for meta and fake tensors: results have the right shape and dtype, nothing is sent.
+"""Transports that send nothing: results have the right shape and dtype.
 
-A model can therefore be traced without ranks.
+A model can therefore be traced without ranks, and its collectives be counted.
 """
 
 from __future__ import annotations
@@ -8,13 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
+from fshard._torch.autograd_state import graph_task_id
 from fshard._torch.fake_tensors import FakeTensor, is_recording
 from fshard._util.errors import fail
 from fshard.layout.mesh import Mesh
+from fshard.program.cost.model import Cost, collective_time
+from fshard.program.cost.topology import Topology
+from fshard.program.cost.traffic import Traffic, all_gather_traffic, all_reduce_traffic
 from fshard.run.transports.base import LABEL, Finish, Group, current_transport
 
 _META_IS_REAL: ContextVar[bool] = ContextVar("fshard_meta_is_real", default=False)
@@ -72,6 +76,77 @@ class ShapeTransport:
         return lambda: x.new_zeros(sum(receive))
 
 
+@dataclass(frozen=True, slots=True)
+class RecordedCollective:
+    """Collective that a rank would launch.
+
+    Attributes:
+        op: all_gather, all_reduce, reduce_scatter or all_to_all.
+        mesh: the mesh.
+        axes: the axes along which its ranks differ.
+        traffic: bytes and messages of the rank.
+        nbytes: bytes of the larger of its operand and its result.
+    """
+
+    op: str
+    mesh: Mesh
+    axes: tuple[str, ...]
+    traffic: Traffic
+    nbytes: int
+
+    def cost(self, topology: Topology) -> Cost:
+        """Return the cost of the launch, without copies around it."""
+        moved = self.traffic
+        time = collective_time(topology, topology.link(self.mesh, self.axes), moved, 0)
+        return Cost(time, moved.sent, moved.received, self.nbytes, 1, moved.messages)
+
+
+@dataclass(frozen=True, eq=False)
+class RecordingTransport(ShapeTransport):
+    """Transport that sends nothing, and records the collectives of its rank on a mesh."""
+
+    mesh: Mesh
+    forward: list[RecordedCollective] = field(default_factory=list)
+    backward: list[RecordedCollective] = field(default_factory=list)
+
+    def all_gather(self, x: torch.Tensor, group: Group) -> Finish:
+        """Record the collective."""
+        n = len(group)
+        self._record("all_gather", group, all_gather_traffic(n, x.nbytes), n * x.nbytes)
+        return super().all_gather(x, group)
+
+    def all_reduce(
+        self, x: torch.Tensor, reduction: str, group: Group, *, owned: bool = False
+    ) -> Finish:
+        """Record the collective."""
+        traffic = all_reduce_traffic(len(group), x.nbytes, x.itemsize)
+        self._record("all_reduce", group, traffic, x.nbytes)
+        return super().all_reduce(x, reduction, group)
+
+    def reduce_scatter(self, x: torch.Tensor, reduction: str, group: Group) -> Finish:
+        """Record the collective."""
+        n = len(group)
+        self._record("reduce_scatter", group, all_gather_traffic(n, x.nbytes // n), x.nbytes)
+        return super().reduce_scatter(x, reduction, group)
+
+    def all_to_all(
+        self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: Group
+    ) -> Finish:
+        """Record the collective; elements that the rank sends to itself are not traffic."""
+        own = group.index(self.rank)
+        sent, received = (x.itemsize * (sum(n) - n[own]) for n in (send, receive))
+        traffic = Traffic(sent, received, len(group) - 1, 1)
+        self._record("all_to_all", group, traffic, x.itemsize * max(sum(send), sum(receive)))
+        return super().all_to_all(x, send, receive, group)
+
+    def _record(self, op: str, group: Group, traffic: Traffic, nbytes: int) -> None:
+        """Record a collective of the phase that runs."""
+        coords = list(map(self.mesh.coords, group))
+        axes = tuple(a for a in self.mesh.axes if len({place[a] for place in coords}) > 1)
+        phase = self.forward if graph_task_id() == -1 else self.backward
+        phase.append(RecordedCollective(op, self.mesh, axes, traffic, nbytes))
+
+
 def shape_transport(mesh: Mesh, where: str) -> ShapeTransport:
     """Return the transport for abstract tensors on this rank, or on the mesh's first rank.
 
@@ -88,4 +163,6 @@ def shape_transport(mesh: Mesh, where: str) -> ShapeTransport:
             "the collective",
         )
     transport = current_transport()
+    if isinstance(transport, ShapeTransport):
+        return transport
     return ShapeTransport(mesh.ranks[0] if transport is None else transport.rank)
