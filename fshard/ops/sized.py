@@ -1,6 +1,6 @@
 """Operations whose results have a stated size, where PyTorch's size depends on values.
 
-Names, truncation and padding are those of `jax.numpy`. They are compositions of operations of
+They have the names, truncation and padding of `jax.numpy`. They are compositions of operations of
 static shape, so that they run in `partition`, `shard_map`, `torch.func` and `torch.compile`.
 """
 
