@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Any, overload
 
 import torch
 
+from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import Problem, fail, raise_if
-from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
 from fshard.layout.tree import flatten
 from fshard.layout.validation import state_problems
 from fshard.plan.batch.batch import BUCKET_BYTES, Batch, bucket_problems
 from fshard.plan.batch.plan_batch import plan_batch
+from fshard.plan.cast_layouts import cast_layouts
 from fshard.plan.cross_mesh import plan_between
 from fshard.plan.plan_options import Objective, PlanOptions, objective_problems
-from fshard.program.cast_rules import represents
 from fshard.program.cost.topology import Topology
 from fshard.program.program import Program
 from fshard.program.program_arguments import as_topology, as_types, endpoint_problems, wire_problems
@@ -71,7 +71,8 @@ def redistribute(
     Args:
         src: The `Spec` to start from, or a tree of specs (`None` leaves allowed).
         dst: The `Spec` to reach, or a tree of the same structure. Global shapes must agree; the
-            dtype may differ. The mesh may be another one, on the same devices or on others.
+            dtype may differ: it changes where the program costs least, and of equal ones its
+            transpose. The mesh may be another one, on the same devices or on others.
         topology: The machine to plan for; by default a single node, however many devices the mesh
             has. The result remembers it for `cost`, `explain` and `simplify`. On several nodes an
             axis `x` may be split into `x_0`, the major part between nodes, and `x_1` inside.
@@ -140,47 +141,70 @@ def _plan_exchange(src: Spec, dst: Spec, options: PlanOptions) -> Program | None
 
 def _find(src: Spec, dst: Spec, options: PlanOptions) -> Program | None:
     """Return the cheapest program that meets the restrictions, or None."""
-    wire, topology = options.forward_dtype, options.cost_topology
-    restrictions = options.max_memory, frozenset(options.exclude)
-
-    def plan(start: Spec, end: Spec) -> list[Step] | None:
-        if wire is not None:  # costs are those of the dtype that is sent
-            start, end = start._with(dtype=wire), end._with(dtype=wire)
-        return plan_between(start, end, topology, *restrictions)
-
-    parts: list[list[Step] | None]
     if src.dtype == dst.dtype:
-        parts = [plan(src, dst)]
-    else:
-        before, after = _cast_between(src, dst)
-        parts = [plan(src, before), [Cast(dst.dtype)], plan(after, dst)]
+        return _within(src, dst, [_steps(src, dst, options)], options)
+    choices = []
+    for layout in cast_layouts(src, dst, _layouts_between(src, dst, options)):
+        before, after = layout, layout._with(dtype=dst.dtype)
+        parts = [_steps(src, before, options), (Cast(dst.dtype),), _steps(after, dst, options)]
+        choices.append(_within(src, dst, parts, options))
+    return min(filter(None, choices), key=lambda prog: _rank(prog, options), default=None)
+
+
+def _steps(src: Spec, dst: Spec, options: PlanOptions) -> tuple[Step, ...] | None:
+    """Return the cheapest steps between layouts of one dtype, or None."""
+    wire = options.forward_dtype
+    if wire is not None:  # costs are those of the dtype that is sent
+        src, dst = src._with(dtype=wire), dst._with(dtype=wire)
+    restrictions = options.max_memory, frozenset(options.exclude)
+    return _cached_steps(src, dst, options.cost_topology, *restrictions)
+
+
+@lru_cache(maxsize=CACHE_SIZE)
+def _cached_steps(
+    src: Spec, dst: Spec, topology: Topology | None, limit: int | None, exclude: frozenset[type]
+) -> tuple[Step, ...] | None:
+    steps = plan_between(src, dst, topology, limit, exclude)
+    return None if steps is None else tuple(steps)
+
+
+def _within(
+    src: Spec, dst: Spec, parts: list[tuple[Step, ...] | None], options: PlanOptions
+) -> Program | None:
+    """Return the program of the parts, or None if one is missing or it exceeds the memory."""
     if None in parts:
         return None
-    steps = [step for part in parts if part is not None for step in part]
+    steps = tuple(step for part in parts if part is not None for step in part)
     prog = Program(
-        src, steps, dst, forward_dtype=wire, backward_dtype=options.backward_dtype,
-        topology=options.topology,
+        src, steps, dst, forward_dtype=options.forward_dtype,
+        backward_dtype=options.backward_dtype, topology=options.topology,
     )  # fmt: skip
     limit = options.max_memory
     return prog if limit is None or not steps or prog.cost().peak_memory <= limit else None
 
 
-def _cast_between(src: Spec, dst: Spec) -> tuple[Spec, Spec]:
-    """Return the layout in which the dtype changes, with the dtype before and after.
+def _layouts_between(src: Spec, dst: Spec, options: PlanOptions) -> Iterator[Spec]:
+    """Return the layouts of the plans in which the dtype does not change."""
+    for dtype in (src.dtype, dst.dtype):
+        start, end = src._with(dtype=dtype), dst._with(dtype=dtype)
+        if not endpoint_problems("redistribute", start, end) and _allows(start) and _allows(end):
+            yield from Program(start, _steps(start, end, options) or ()).specs
 
-    It is the layout of the end that sends fewer bytes, if the states there allow both dtypes and
-    the cast commutes with their reductions; else `dst` with nothing unreduced or reduced.
-    """
-    for end in [src, dst] if dst.dtype.itemsize < src.dtype.itemsize else [dst, src]:
-        p = end.partition
-        allowed = not any(
-            state_problems(p.unreduced_kinds, p.reduced_kinds, dtype)
-            for dtype in (src.dtype, dst.dtype)
-        )
-        if allowed and (not p.unreduced_kinds or represents(dst.dtype, src.dtype)):
-            return end._with(dtype=src.dtype), end._with(dtype=dst.dtype)
-    invariant = dst._with(partition=PartitionSpec._of(dst.partition.dims))
-    return invariant._with(dtype=src.dtype), invariant
+
+def _allows(spec: Spec) -> bool:
+    p = spec.partition
+    return not state_problems(p.unreduced_kinds, p.reduced_kinds, spec.dtype)
+
+
+def _rank(prog: Program, options: PlanOptions) -> tuple[float, ...]:
+    """Return the cost of a program, and that of its transpose, by which equal ones are ordered."""
+    progs = [prog, prog.T] if prog.is_linear else [prog]
+    costs = [prog.cost(options.cost_topology or options.topology) for prog in progs]
+    if options.objective == "time":
+        return tuple(cost.time for cost in costs)
+    return tuple(
+        float(x) for cost in costs for x in (cost.bytes_received, cost.launches, cost.time)
+    )
 
 
 def _problems(src: Spec, dst: Spec, options: PlanOptions) -> list[Problem]:
