@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -73,3 +75,57 @@ def test_rank_that_simulates_others_ends() -> None:
         return x
 
     run_interrupted(lambda x: x + fs.simulate(MESH, inner)[0])
+
+
+ENDLESS = """
+import os, signal, threading, time
+import torch
+import fshard as fs
+from fshard.run.transports.rank_threads import IDLE_THREADS
+
+MESH = fs.Mesh(x=2)
+
+def loop(x):
+    while True:
+        try:
+            x = x * 1
+        except Exception:
+            pass
+
+def nested(x):
+    return fs.simulate(MESH, loop, x)
+
+def mapped(x):
+    return fs.shard_map(loop, mesh=MESH, in_specs=fs.P(), out_specs=fs.P(), check=False)(x)
+
+class Endless(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+    @staticmethod
+    def backward(ctx, grad):
+        return loop(grad)
+
+def backward(x):
+    Endless.apply(x.clone().requires_grad_()).sum().backward()
+
+for body in (loop, nested, mapped, backward):
+    threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    start = time.monotonic()
+    try:
+        fs.simulate(MESH, body, torch.ones(2))
+    except KeyboardInterrupt:
+        took = time.monotonic() - start
+    time.sleep(0.05)
+    ranks = sum(t.name == "fshard-rank" for t in threading.enumerate())
+    print(body.__name__, took < 0.9, ranks - len(IDLE_THREADS))
+"""
+
+
+def test_ranks_without_collectives_end_at_once() -> None:
+    """A process of its own: ranks that do not end would slow all later tests."""
+    done = subprocess.run(
+        [sys.executable, "-c", ENDLESS], capture_output=True, text=True, timeout=60, check=False
+    )
+    names = "loop", "nested", "mapped", "backward"
+    assert done.stdout.splitlines() == [f"{name} True 0" for name in names], done.stderr

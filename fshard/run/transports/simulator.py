@@ -8,7 +8,8 @@ races. When no rank can run, an error names the call that each of them waits in.
 `divergence_report` writes the errors.
 
 After an error or Ctrl-C ranks end at their next collective; Ctrl-C also raises in the code of the
-running rank, as soon as that runs Python. Threads of an interrupted simulation are not reused.
+running rank, and of ranks that it simulates, as soon as that runs Python. Threads of an interrupted
+simulation are not reused.
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ class SimulatedRank:
     state: str = "ready"
     awaited: _Rendezvous | None = None
     thread: int = 0
+    inner: SimulatedWorld | None = None
     result: Any = None
     counts: dict[Group, int] = field(default_factory=dict)
     remark: Callable[[], str] = str
@@ -147,14 +149,14 @@ class SimulatedWorld:
         self.ended = threading.Lock()
         self.core: int | None = None
         rank = current_transport()
-        self.outer = rank.world if isinstance(rank, SimulatedRank) else None
+        self.caller = rank if isinstance(rank, SimulatedRank) else None
         self.interrupted = False
         self.ending = threading.Lock()
 
     @property
     def stopped(self) -> bool:
         """True if the ranks must end: here, or where one of them simulates, an error was raised."""
-        return self.error is not None or (self.outer is not None and self.outer.stopped)
+        return self.error is not None or (self.caller is not None and self.caller.world.stopped)
 
     # -- turns --
 
@@ -168,13 +170,18 @@ class SimulatedWorld:
             worker.job = lambda r=rank, f=function, c=context: c.run(self._run_rank, r, f, settings)
             rank.gate, rank.set_schedule = worker.gate, worker.set_schedule
         try:
+            if self.caller is not None:
+                self.caller.inner = self
             with without_compiler():
                 self.order[0].gate.release()
                 self.ended.acquire()
         except BaseException as interrupt:
             self._stop(interrupt)
             raise
-        if self.outer is not None and self.outer.stopped:
+        finally:
+            if self.caller is not None:
+                self.caller.inner = None
+        if self.caller is not None and self.caller.world.stopped:
             raise _Stopped
         try:
             if self.error is None:
@@ -191,13 +198,20 @@ class SimulatedWorld:
 
     def _stop(self, interrupt: BaseException) -> None:
         """End the ranks after Ctrl-C, and wait for `STOP_SECONDS`."""
+        self._interrupt(interrupt)
+        if any(rank.state != "done" for rank in self.order):
+            self.ended.acquire(timeout=STOP_SECONDS)
+
+    def _interrupt(self, interrupt: BaseException) -> None:
+        """Raise in the code of the running rank, and of the ranks that it simulates."""
         with self.ending:
             self.error, self.interrupted = (None, interrupt), True
             for rank in self.order:
+                if rank.inner is not None:
+                    rank.inner._interrupt(interrupt)
                 if rank.state == "ready" and rank.thread:
                     thread, stopped = ctypes.c_ulong(rank.thread), ctypes.py_object(_Stopped)
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, stopped)
-        self.ended.acquire(timeout=STOP_SECONDS)
 
     def _free_tensors(self) -> None:
         """Drop all tensors, since ranks and world form a reference cycle."""
