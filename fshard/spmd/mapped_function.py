@@ -421,9 +421,10 @@ class MappedCall:
                 tensors = list(map(unshard, tensors))
         if self.outer is not None:
             set_result_types(self.outer, self.scope, columns, tensors)
+        values = list(leaves)  # the call, which autograd keeps, must not keep its results
         for index, value in zip(tree.tensor_indices, tensors, strict=True):
-            leaves[index] = value
-        return unflatten(tree.treedef, leaves)
+            values[index] = value
+        return unflatten(tree.treedef, values)
 
     def specs(
         self,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import re
+import weakref
 from typing import Any
 
 import numpy as np
@@ -296,3 +298,16 @@ def test_pairs_that_ranks_return_are_refused() -> None:
     mapped = fs.shard_map(lambda: fs.Sharded(*pair), mesh=Mesh(x=2), in_specs=(), out_specs=None)
     with pytest.raises(ShardingError, match="a result that is not a tensor must be equal"):
         mapped()
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_results_without_a_backward_pass_are_freed(check: bool) -> None:
+    mapped = fs.shard_map(
+        lambda x: 2 * x, mesh=Mesh(x=2), in_specs=P("x"), out_specs=P("x"), check=check
+    )
+    x = torch.ones(4, requires_grad=True)
+    refs = [weakref.ref(value) for value in (x, mapped(x))]
+    mapped(fs.shard(x, Mesh(x=2), P("x")))
+    del x
+    gc.collect()
+    assert [ref() for ref in refs] == [None, None]
