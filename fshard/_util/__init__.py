@@ -4,6 +4,7 @@
 - `hooks`: slots for functions of higher folders.
 - `tracebacks`: errors without the library's frames.
 - `signatures`: errors of calls that do not match a signature.
+- `code_names`: names of globals that code reads.
 - `cache`: the size limit of all caches.
 - `public`: signatures of public functions in `help()`.
 - `text`: widths, units, lists of words.

@@ -1,4 +1,4 @@
-"""Checks of meshes, partitions, shapes and shard sizes, for the constructor of `Spec`."""
+"""Checks of meshes, partitions, shapes and shard sizes for `Spec`, and of plain tensors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Set
 
 import torch
 
-from fshard._util.errors import Problem, did_you_mean
+from fshard._util.errors import Problem, did_you_mean, fail
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import LINEAR, Kinds, PartitionSpec, chunk_sizes
 
@@ -171,3 +171,28 @@ def resolve_sizes(
                 f"or pad the dim to {-(-size // shards) * shards}"))  # fmt: skip
             resolved.append(None)
     return tuple(resolved)
+
+
+def check_plain_tensor(x: object, where: str) -> None:
+    """Raise `ShardingError` unless `x` is a dense tensor without a layout, as a `DTensor` has."""
+    if not isinstance(x, torch.Tensor):
+        fail(
+            where,
+            f"a {type(x).__name__}",
+            "a global tensor must be a torch.Tensor",
+            "torch.as_tensor(value)",
+        )
+    if x.layout is not torch.strided:
+        fail(
+            where,
+            f"a tensor of {x.layout}",
+            "a tensor that is sharded must be dense",
+            "x.to_dense()",
+        )
+    if type(x).__module__.startswith("torch.distributed."):
+        fail(
+            where,
+            f"a {type(x).__name__}",
+            "a tensor must be a plain torch.Tensor, without a layout of its own",
+            "x.full_tensor() for the global tensor, or fs.from_dtensor(x), a pair",
+        )

@@ -25,6 +25,7 @@ from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.sharded import Sharded
 from fshard.layout.spec import Spec
 from fshard.layout.tree import flatten, is_pair, map_leaves, unflatten
+from fshard.layout.validation import check_plain_tensor
 from fshard.ops.core.cache_keys import freeze, unfreeze_call
 from fshard.ops.core.call import (
     READS_VALUE,
@@ -56,7 +57,6 @@ from fshard.program.program_arguments import as_topology
 from fshard.run.autograd.replicate import replicate_shards
 from fshard.run.creation import rank_on_mesh
 from fshard.run.execute import check_tuple
-from fshard.run.global_tensors import check_plain_tensor
 from fshard.spmd.tracking.torch_effects import Action, effect_of
 
 MODES = ("explicit", "auto")

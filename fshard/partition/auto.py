@@ -24,6 +24,7 @@ from fshard._util.text import below, bytes_text, columns, time_text
 from fshard.layout.mesh import Mesh, as_mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.tree import flatten, paths, unflatten
+from fshard.layout.validation import check_plain_tensor
 from fshard.ops.core.call import name_of
 from fshard.ops.propagate.role_costs import nbytes
 from fshard.partition.function_traces import FunctionTraces
@@ -203,8 +204,11 @@ class _Search:
             arg_of_leaf.index(number) + offset: p
             for number, spec in fixed.items() for offset, p in enumerate(flatten(spec)[0])
         }  # fmt: skip
-        self.leaves = [ArgumentLeaf.of(x, layouts.get(i)) for i, x in enumerate(flat)]
         self.names = paths(args, "args")
+        for name, x in zip(self.names, flat, strict=True):
+            if isinstance(x, torch.Tensor):
+                check_plain_tensor(x, f"fs.auto: {name}")
+        self.leaves = [ArgumentLeaf.of(x, layouts.get(i)) for i, x in enumerate(flat)]
         self.args = unflatten(self.tree, [
             x if leaf.meta is None
             else torch.empty(leaf.meta.shape, dtype=leaf.meta.dtype, device="meta",

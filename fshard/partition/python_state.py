@@ -32,6 +32,7 @@ from typing import Any
 import torch
 
 from fshard._torch.module_state import BASE_CLASSES, meta_getter, state_dictionaries
+from fshard._util.code_names import global_names
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
@@ -283,7 +284,7 @@ class _Walk:
         if not _is_library(namespace.get("__name__")):  # a wrapper has the `__module__` it wraps
             names = _names_in(function.__code__)
             self.names |= names
-            for name in sorted(names & namespace.keys()):
+            for name in sorted(global_names(function.__code__) & namespace.keys()):
                 self.read(namespace.get, name, namespace[name])
             for name in sorted(names & sys.modules.keys()):  # imported in the function
                 self.todo.append(sys.modules[name])

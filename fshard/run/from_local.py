@@ -13,6 +13,7 @@ from fshard.layout.mesh import Mesh, as_mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.sharded import Sharded
 from fshard.layout.spec import DTYPE_NAMES, Spec, partition_of
+from fshard.layout.validation import check_plain_tensor
 from fshard.run.execute import check_tuple, run_typed_hook
 from fshard.run.transports.base import Label, current_rank, current_transport, labelled, stacked
 from fshard.run.transports.divergence_report import rank_text
@@ -204,8 +205,12 @@ Facts = dict[int, tuple[tuple[int, ...], torch.dtype | None]]
 
 def _gather_facts(local: Any, mesh: Mesh, communicate: bool) -> tuple[Facts, torch.dtype]:
     """Return the known shapes and dtypes by rank, and this rank's dtype."""
+    shards = (
+        (local,) if isinstance(local, torch.Tensor) else check_tuple(local, mesh, "fs.from_local")
+    )
+    for shard in shards:
+        check_plain_tensor(shard, "fs.from_local")
     if not isinstance(local, torch.Tensor):
-        check_tuple(local, mesh, "fs.from_local")
         facts = {r: (tuple(x.shape), x.dtype) for r, x in zip(mesh.ranks, local, strict=True)}
         return dict(facts), local[0].dtype
     transport = current_transport()

@@ -19,6 +19,7 @@ from fshard.layout.partition_spec import LINEAR, PartitionSpec
 from fshard.layout.sharded import Pair, Sharded
 from fshard.layout.spec import Spec, is_placements, partition_of
 from fshard.layout.tree import is_pair
+from fshard.layout.validation import check_plain_tensor
 from fshard.plan.redistribute import redistribute
 from fshard.program.program import Program
 from fshard.program.steps import AllSlice, InvariantToReduced, ReplicatedToUnreduced, Step
@@ -156,31 +157,6 @@ def _layout_of(x: Any, layout: Any, partition: Any, where: str) -> Spec:
     check_plain_tensor(x, where)
     mesh = as_mesh(layout, where)
     return _spec_on(mesh, partition_of(mesh, partition, x.ndim), tuple(x.shape), x.dtype)
-
-
-def check_plain_tensor(x: object, where: str) -> None:
-    """Raise `ShardingError` unless `x` is a dense tensor without a layout, as a `DTensor` has."""
-    if not isinstance(x, torch.Tensor):
-        fail(
-            where,
-            f"a {type(x).__name__}",
-            "a global tensor must be a torch.Tensor",
-            "torch.as_tensor(value)",
-        )
-    if x.layout is not torch.strided:
-        fail(
-            where,
-            f"a tensor of {x.layout}",
-            "a tensor that is sharded must be dense",
-            "x.to_dense()",
-        )
-    if type(x).__module__.startswith("torch.distributed."):
-        fail(
-            where,
-            f"a {type(x).__name__}",
-            "a global tensor must be a plain torch.Tensor, without a layout of its own",
-            "x.full_tensor() for the global tensor; or fs.from_dtensor(x), a pair",
-        )
 
 
 @skip_frames_below(PLANS)

@@ -10,13 +10,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
-from types import CodeType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
 
 from fshard._torch.autograd_state import backward_hooks_of
+from fshard._util.code_names import global_names
 from fshard.layout.tree import flatten, is_pair
 
 Edge = tuple[Any, int]
@@ -136,11 +137,5 @@ def _function_values(fn: FunctionType) -> list[Any]:
     for cell in fn.__closure__ or ():
         with suppress(ValueError):  # an empty cell
             values.append(cell.cell_contents)
-    names = _names_in(fn.__code__)
-    return values + [fn.__globals__[name] for name in names if name in fn.__globals__]
-
-
-@functools.lru_cache(maxsize=1024)
-def _names_in(code: CodeType) -> tuple[str, ...]:
-    nested = [const for const in code.co_consts if isinstance(const, CodeType)]
-    return (*code.co_names, *(name for inner in nested for name in _names_in(inner)))
+    names = sorted(global_names(fn.__code__) & fn.__globals__.keys())
+    return values + [fn.__globals__[name] for name in names]

@@ -44,7 +44,9 @@ def shard_map(
             a gradient: it reports the line and the cast to write. "values" also compares values
             that are promised equal, of arguments and results. "collectives" also compares every
             collective among its ranks before it is launched (under torchrun; a simulation always
-            does). False tracks nothing and costs nothing.
+            does); without it ranks that pass other shapes or dtypes may get wrong values, and gloo
+            aborts a process that receives more than it expects (SIGABRT). False tracks nothing and
+            costs nothing.
         **unknown: not an option; refused with a fix that translates options of JAX.
 
     Returns:

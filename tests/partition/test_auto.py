@@ -19,6 +19,7 @@ from fshard.partition.variable_elimination import Labelling
 from tests.benchmarks import bench_auto
 from tests.helpers.ops import blocks
 from tests.helpers.ops.block_cases import BLOCKS, mlp
+from tests.helpers.spec_grid import message
 
 MESH = Mesh(dp=2, tp=2)
 TOPOLOGY = fs.Topology.node()
@@ -141,3 +142,14 @@ def test_labelling_is_exact() -> None:
         best = min(total(assignment) for assignment in itertools.product(*map(range, counts)))
         assert abs(best - least) < 1e-9
         assert abs(total(tuple(labels)) - least) < 1e-9
+
+
+def test_sparse_examples_are_refused() -> None:
+    with pytest.raises(fs.ShardingError) as error:
+        fs.auto(torch.relu, MESH, [{"x": torch.eye(4).to_sparse()}])
+    assert str(error.value) == message(
+        "fs.auto: args[0]['x']",
+        "a tensor of torch.sparse_coo",
+        "a tensor that is sharded must be dense",
+        "x.to_dense()",
+    )

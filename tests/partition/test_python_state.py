@@ -386,3 +386,26 @@ def test_draws_within_a_traced_function_have_replacements() -> None:
     torch.testing.assert_close([passed(x, draw) for draw in (0.2, 0.7)], [x, 0 * x])
     seeded = fs.partition(lambda x: x * random.Random(0).random(), mesh=MESH)
     torch.testing.assert_close(seeded(x), x * random.Random(0).random())
+
+
+def test_names_of_attributes_are_not_names_of_globals() -> None:
+    """A global is guarded if the code loads it, by name, in a nested function or a class body."""
+    namespace: dict[str, Any] = {"scale": 1.0, "torch": torch}
+    reads = {
+        "lambda x: x.scale": False,
+        "lambda x: x.scale()[scale]": True,
+        "lambda x: [scale for _ in x]": True,
+        "lambda x: globals()['scale'] * x": True,
+        "lambda x: type('T', (), {})": False,
+    }
+    for code, is_read in reads.items():
+        state = PythonState(eval(code, namespace))
+        before = state.key()
+        namespace["scale"] += 1.0
+        assert (state.key() is not before) is is_read, code
+    source = "def f(x):\n  class T:\n    y = scale\n  return x"
+    exec(source, namespace)
+    state = PythonState(namespace["f"])
+    before = state.key()
+    namespace["scale"] += 1.0
+    assert state.key() is not before

@@ -10,7 +10,7 @@ import torch
 
 import fshard as fs
 from fshard import Mesh, P, ShardingError, Spec
-from tests.helpers.spec_grid import all_specs, random_locals
+from tests.helpers.spec_grid import all_specs, message, random_locals
 
 MESH = Mesh(x=2, y=3)
 
@@ -137,3 +137,19 @@ def test_replicas_of_ranks_are_compared_and_broadcast() -> None:
         return values
 
     assert fs.simulate(SQUARE, broadcast) == [[0.0, 0.0]] * 4
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_from_local_of_sparse_locals_is_refused(check: bool) -> None:
+    locals_ = [torch.eye(2), torch.eye(2).to_sparse()]
+    for shards in (locals_, locals_[::-1]):
+        with pytest.raises(ShardingError) as error:
+            fs.from_local(shards, Mesh(x=2), P("x"), check=check)
+        assert str(error.value) == message(
+            "fs.from_local",
+            "a tensor of torch.sparse_coo",
+            "a tensor that is sharded must be dense",
+            "x.to_dense()",
+        )
+    dense = [x.to_dense() for x in locals_]
+    assert fs.from_local(dense, Mesh(x=2), P("x"), check=check).spec.shape == (4, 2)

@@ -8,6 +8,11 @@ says: none is in the backend while another has given up. The backend waits in an
 for as long as it takes, while this one watches the processes of the group: one may end there. It
 costs some round trips to the store per collective and serializes launches, so it is for debugging,
 not for training.
+
+Without the check gloo itself ends a process that receives more bytes than it expects, which may
+happen where ranks pass other shapes: it throws `gloo::EnforceNotMet` in a thread of its own, by
+which C++ aborts (SIGABRT). Python does not see that error; other ranks see a closed connection or
+a timeout. Other dtypes, or fewer bytes, may give wrong values without any error.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from tests.helpers.custom_functions import CUSTOM_FUNCTIONS
 from tests.helpers.gloo.harness import run_ranks
 from tests.helpers.ops.random_functions import RandomCase, Results
 from tests.helpers.ops.training_steps import in_place_step, layer_params
+from tests.helpers.spec_grid import message
 
 MESH = Mesh(x=2)
 
@@ -144,3 +145,29 @@ def test_mapped_mixture_equals_one_device() -> None:
     expected = loss.detach(), *torch.autograd.grad(loss, [w, x])
     for results in run_ranks(2, mixture_on_rank):
         torch.testing.assert_close(results, expected)
+
+
+def refusals_of_dtensors_on_rank() -> list[str]:
+    fs.init(MESH)
+    pair = fs.shard(torch.arange(4.0), fs.Spec(MESH, P("x"), shape=(4,)))
+    dtensor = fs.to_dtensor(pair)
+    calls: list[Callable[[], object]] = [
+        lambda: fs.auto(torch.relu, MESH, [dtensor]),
+        lambda: fs.from_local(dtensor, MESH, P("x")),
+    ]
+    texts = []
+    for call in calls:
+        with pytest.raises(fs.ShardingError) as error:
+            call()
+        texts.append(str(error.value))
+    fs.auto(torch.relu, MESH, [dtensor.full_tensor()])  # the fixes
+    fs.auto(torch.relu, MESH, [fs.from_dtensor(dtensor)])
+    return texts
+
+
+def test_dtensors_are_refused_by_auto_and_from_local() -> None:
+    given = "a DTensor"
+    rule = "a tensor must be a plain torch.Tensor, without a layout of its own"
+    fix = "x.full_tensor() for the global tensor, or fs.from_dtensor(x), a pair"
+    expected = [message(where, given, rule, fix) for where in ("fs.auto: args[0]", "fs.from_local")]
+    assert run_ranks(2, refusals_of_dtensors_on_rank) == [expected] * 2
