@@ -2,7 +2,7 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-from fshard import random
+from fshard import random, state
 from fshard._util.errors import ShardingError
 from fshard._util.public import publish as _publish
 from fshard.interop.dtensor import from_dtensor, to_dtensor
@@ -170,6 +170,7 @@ __all__ = [
     "simulate",
     "smap",
     "start",
+    "state",
     "to_dtensor",
     "tril",
     "triu",
@@ -200,6 +201,7 @@ _publish(
     },
 )
 _publish(vars(random), random.__all__)
+_publish(vars(state), state.__all__)
 
 
 def __dir__() -> list[str]:

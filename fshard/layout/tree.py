@@ -173,6 +173,16 @@ def paths(tree: Any, name: str) -> list[str]:
     return [accessor.codify(name) for accessor in flatten(tree)[1].accessors()]
 
 
+def leaf_names(tree: Any) -> list[str]:
+    """Return the keys of every leaf joined by dots, as a module's `state_dict` names tensors.
+
+    >>> leaf_names({"layers": [{"w": 1}, {"w": 2}]})
+    ['layers.0.w', 'layers.1.w']
+    """
+    accessors = flatten(tree)[1].accessors()
+    return [".".join(str(entry.entry) for entry in accessor) for accessor in accessors]
+
+
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in lists, tuples, slices and mappings, in order."""
     if isinstance(value, torch.Tensor):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.random_cases import CASES, EXPECTED, FshardRandom, expected
+from tests.helpers.draws.draw_cases import CASES, EXPECTED, FshardRandom, expected
 
 FIRST = 8
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

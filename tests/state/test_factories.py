@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard as fs
 from fshard import P
-from fshard.layout.tree import tensors_in
+from tests.helpers.largest_tensor import LargestTensor
 
 MESHES = (fs.Mesh(x=1, y=1), fs.Mesh(x=2, y=3), fs.Mesh(x=8), fs.Mesh(x=5))
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64)
@@ -76,20 +75,6 @@ def test_arange_rounds_once_on_every_layout(mesh: fs.Mesh, start: float, step: f
             exact = torch.tensor([start + i * step for i in range(11)])
         for spec in layouts(mesh, (11,), dtype):
             assert torch.equal(fs.unshard(fs.arange(spec, start, step)), exact.to(dtype)), spec
-
-
-class LargestTensor(TorchDispatchMode):
-    """Records the elements of the largest tensor that an operation returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for x in tensors_in(out):
-            self.numel = max(self.numel, x.numel())
-        return out
 
 
 @pytest.mark.parametrize("name", FACTORIES)

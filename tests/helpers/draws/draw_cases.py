@@ -1,7 +1,7 @@
 """Draws that `jax.random` and `fs.random` both make, and the first values that JAX gives.
 
 A case is a function of a backend: `FshardRandom`, or JAX in `test_jax_random.py`, which compares
-all values where JAX is installed and checks that `random_expected.json` is up to date.
+all values where JAX is installed and checks that `expected.json` is up to date.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import fshard as fs
 
 __all__ = ["CASES", "DrawCase", "FshardRandom", "expected"]
 
-EXPECTED = Path(__file__).with_name("random_expected.json")
+EXPECTED = Path(__file__).with_name("expected.json")
 SHAPE = (3, 1000)
 
 

@@ -1,0 +1,1 @@
+"""Draws of several layouts and the values of JAX."""
