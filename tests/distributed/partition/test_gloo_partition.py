@@ -171,3 +171,41 @@ def test_dtensors_are_refused_by_auto_and_from_local() -> None:
     fix = "x.full_tensor() for the global tensor, or fs.from_dtensor(x), a pair"
     expected = [message(where, given, rule, fix) for where in ("fs.auto: args[0]", "fs.from_local")]
     assert run_ranks(2, refusals_of_dtensors_on_rank) == [expected] * 2
+
+
+def surrounded_region_on_rank() -> tuple[object, ...]:
+    """Return a result under a keyed block and autocast, and modelled and counted collectives."""
+    fs.init(MESH)
+    mapped = fs.shard_map(
+        lambda w, x: fs.psum(x @ w, "x"), mesh=MESH, in_specs=(P("x"), P(None, "x")), out_specs=P()
+    )
+    part = fs.partition(surrounded(mapped), mesh=MESH, in_specs=(P(), P("x"), P(None, "x")))
+    w, x = mixture_inputs()
+    args = fs.random.key(0), w[0].detach().requires_grad_(), x
+    call = part.trace(*args)
+    with fs.comm_log() as log:
+        result = part(*(fs.shard(arg, spec) for arg, spec in zip(args, call.in_specs, strict=True)))
+        torch.autograd.grad(result.local.sum(), args[1:])
+    return (
+        result.local.detach(),
+        call.cost().launches - log.forward.counts.total(),
+        call.cost().bytes_sent - log.forward.total_bytes,
+    )
+
+
+def surrounded(
+    product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> Callable[..., torch.Tensor]:
+    def run(key: torch.Tensor, w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        with fs.random.keyed(key), torch.autocast("cpu", dtype=torch.bfloat16):
+            return product(w.float(), x.float()) + torch.rand(6, 4)
+
+    return run
+
+
+def test_region_in_a_keyed_block_and_autocast() -> None:
+    w, x = mixture_inputs()
+    expected = surrounded(lambda w, x: x @ w)(fs.random.key(0), w[0], x)
+    for result, *differences in run_ranks(2, surrounded_region_on_rank):
+        torch.testing.assert_close(result, expected.detach(), rtol=0.05, atol=0.05)
+        assert differences == [0, 0]
