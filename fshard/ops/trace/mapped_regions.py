@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import Context, ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
@@ -69,30 +69,22 @@ _mapped_region.register_autograd(_refuse_gradient)
 MAPPED_REGION = torch.ops.fshard.mapped_region.default
 
 
-@dataclass(frozen=True, eq=False)
-class Surroundings:
-    """Settings that a traced function has entered where it calls a mapped function.
+def _surroundings() -> ThreadSettings:
+    """Return the settings that the function that is traced has entered.
 
-    Attributes:
-        modes: function modes, outermost first: blocks of `fs.random.keyed`, a default device.
-        settings: settings of the thread, of which autocast is applied.
+    Autocast and function modes, as a block of `fs.random.keyed`, are entered around the body again.
     """
+    modes = function_modes()
+    last = max(i for i, mode in enumerate(modes) if isinstance(mode, TraceMode))
+    settings = ThreadSettings.current()
+    return replace(settings, function_modes=tuple(modes[last + 1 :]), dispatch_modes=())
 
-    modes: tuple[Any, ...]
-    settings: ThreadSettings
 
-    @staticmethod
-    def current() -> Surroundings:
-        """Return the settings that the function that is traced has entered."""
-        modes = function_modes()
-        last = max(i for i, mode in enumerate(modes) if isinstance(mode, TraceMode))
-        return Surroundings(tuple(modes[last + 1 :]), ThreadSettings.current())
-
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Apply the settings in a block."""
-        with self.settings.autocasting(), pushed_function_modes(self.modes):
-            yield
+@contextmanager
+def _entered(surroundings: ThreadSettings) -> Iterator[None]:
+    """Enter the surroundings of a region in a block."""
+    with surroundings.autocasting(), pushed_function_modes(surroundings.function_modes):
+        yield
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +109,7 @@ class MappedRegion:
     out_specs: tuple[Spec, ...]
     grad: bool
     forward: tuple[RecordedCollective, ...]
-    surroundings: Surroundings
+    surroundings: ThreadSettings
     _backward: dict[tuple[bool, ...], tuple[RecordedCollective, ...]] = field(default_factory=dict)
 
     @property
@@ -130,7 +122,7 @@ class MappedRegion:
         pairs = map(Sharded, inputs, self.in_specs)
         leaves = [next(pairs) if isinstance(leaf, Spec) else leaf for leaf in self.leaves]
         args, kwargs = unflatten(self.tree, leaves)
-        with self.surroundings.entered():
+        with _entered(self.surroundings):
             outputs = _tensor_results(self.function.call(args, kwargs))
         for pair, spec in zip(outputs, self.out_specs, strict=True):
             if pair.spec != spec:
@@ -206,7 +198,7 @@ def _record(function: MappedFunction, args: tuple[Any, ...], kwargs: dict[str, A
         )
     template = tuple(x if spec is None else spec for x, spec in zip(leaves, specs, strict=True))
     in_specs = tuple(spec for spec in specs if spec is not None)
-    surroundings = Surroundings.current()
+    surroundings = _surroundings()
     run = ShapeRun(function, template, tree, surroundings)
     results, results_tree = flatten(run.results)
     tensors = [leaf for leaf in results if isinstance(leaf, Sharded)]
@@ -241,7 +233,7 @@ class ShapeRun:
         function: MappedFunction,
         leaves: Sequence[Any],
         tree: TreeDef,
-        surroundings: Surroundings,
+        surroundings: ThreadSettings,
         grads: Sequence[bool] | None = None,
     ) -> None:
         """Run the function.
@@ -259,7 +251,7 @@ class ShapeRun:
         ambient = tuple(function_modes()) if modes is None else modes
         Context().run(self.run, ambient, surroundings)  # in which no function is traced
 
-    def run(self, ambient: Sequence[Any], surroundings: Surroundings) -> None:
+    def run(self, ambient: Sequence[Any], surroundings: ThreadSettings) -> None:
         """Run on meta tensors; on zeros if the body reads values, has others, or is autocast.
 
         PyTorch raises errors of several types for a meta tensor.
@@ -269,9 +261,9 @@ class ShapeRun:
             without_dispatch_modes(),
             torch.random.fork_rng(devices=()),
             unobserved(),
-            surroundings.entered(),
+            _entered(surroundings),
         ):
-            if not surroundings.settings.autocast:
+            if not surroundings.autocast:
                 with suppress(RuntimeError, TypeError, ShardingError):
                     self.run_on("meta")
                     return
