@@ -61,7 +61,9 @@ def type_problems(mesh: object, partition: object, shape: object, dtype: object)
                                 "the arguments must be a Mesh and a PartitionSpec",
                                 "fs.Spec(mesh, P('x', None), shape=(8, 16))"))  # fmt: skip
     if as_ints(shape) is None:
-        problems.append(Problem(f"shape={shape!r}", "a shape must be a sequence of ints",
+        text = repr(shape)
+        text = text if len(text) < 60 else f"a {type(shape).__name__}"
+        problems.append(Problem(f"shape={text}", "a shape must be a sequence of ints",
                                 "shape=(8, 16), say"))  # fmt: skip
     if not isinstance(dtype, torch.dtype):
         problems.append(Problem(f"dtype={dtype!r}", "a dtype must be a torch.dtype",

@@ -22,6 +22,8 @@ from fshard.partition.python_state import PythonState, StateKey
 
 MAX_STATES = 16
 """States whose traces are kept: old traces keep the tensors alive that the function closed over."""
+MAX_TRACES = 256
+"""Traces that are kept, of structures and shapes of arguments: each holds a graph."""
 V = TypeVar("V")
 
 
@@ -58,7 +60,7 @@ class FunctionTraces:
         self.last: StateKey | None = None
         self.read: dict[int, tuple[torch.Tensor, int]] = {}
         """Closed-over tensors whose values a trace read, with their versions then."""
-        self.traces: dict[Any, tuple[TracedFunction, TreeDef]] = BoundedDict()
+        self.traces: dict[Any, tuple[TracedFunction, TreeDef]] = BoundedDict(MAX_TRACES)
 
     def state(self, calls: dict[Any, Any]) -> Any:
         """Return the key of all that a trace depends on beside its arguments.

@@ -16,15 +16,16 @@ from fshard.ops.core.cache_keys import freeze
 from fshard.partition.partitioned_call import PartitionedCall
 
 Plan = tuple[PartitionedCall, Sequence[Spec | None]]
-MAX_SYMBOLIC = 64
-"""Plans with symbols that are kept: the condition of one may hold for a single value."""
+MAX_PLANS = 64
+"""Plans of one kind that are kept: each holds a graph. A plan with symbols, too, may hold for a
+single value."""
 
 
 class NumberVariants:
     """Plans by the values of numbers, and plans with symbols for some of them."""
 
     def __init__(self) -> None:
-        self.by_value: dict[Any, Plan] = BoundedDict()
+        self.by_value: dict[Any, Plan] = BoundedDict(MAX_PLANS)
         self.symbolic: list[tuple[dict[int, Any], Plan]] = []
         self.first: dict[int, Any] = {}
         self.varying: set[int] = set()
@@ -60,7 +61,7 @@ class NumberVariants:
         if plan is not None:
             symbols = plan[0].numbers
             constants = {index: value for index, value in key.items() if index not in symbols}
-            self.symbolic = [*self.symbolic[1 - MAX_SYMBOLIC :], (constants, plan)]
+            self.symbolic = [*self.symbolic[1 - MAX_PLANS :], (constants, plan)]
         else:
             plan = self.by_value[values] = compute(())
         return plan

@@ -187,8 +187,8 @@ class MappedFunction:
         """Look up or make the plan, and run the call as every rank or as this one."""
         transport = current_transport()
         tracker = None if outer is None else current_tracker()
-        # The transport of a simulated rank lives as long as the simulation; its rank recurs.
-        rank = transport.rank if transport is not None and is_simulated() else transport
+        # Transports end with their simulation or process groups; their ranks recur.
+        rank = None if transport is None else (transport.rank, is_simulated())
         key: list[Any] = [rank, torch.is_grad_enabled()]
         if outer is not None:
             key += (outer.mesh, outer.axes)

@@ -164,7 +164,7 @@ def test_a_number_that_is_needed_does_not_make_others_needed() -> None:
 
 
 def test_plans_that_hold_for_one_value_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(number_variants, "MAX_SYMBOLIC", 2)
+    monkeypatch.setattr(number_variants, "MAX_PLANS", 2)
     fn = lambda x, s: x * math.cos(s / 3)  # noqa: E731
     part, x = fs.partition(fn, mesh=MESH), torch.arange(4.0)
     for value in (1.0, 2.0, 3.0, 4.0, 2.0):

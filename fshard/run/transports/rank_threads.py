@@ -77,12 +77,15 @@ def start_waiting(function: Callable[..., None], *args: Any) -> threading.Lock:
         A lock that is released when the call ends.
     """
     run, thread, done = copy_context().run, idle_thread(), threading.Lock()
+    # NCCL's wait orders the thread's current stream, which must be the caller's.
+    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
     done.acquire()
     WAITING.add(done)
 
     def job() -> bool:
         thread.set_schedule(None, False)
-        run(function, *args)
+        with torch.cuda.stream(stream):
+            run(function, *args)
         WAITING.discard(done)
         done.release()
         return True
