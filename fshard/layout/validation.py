@@ -21,7 +21,7 @@ def as_ints(value: object) -> tuple[int, ...] | None:
     if isinstance(value, str | bytes | Mapping | Set) or not isinstance(value, Iterable):
         return None
     try:
-        return tuple(operator.index(item) for item in value)
+        return tuple(map(operator.index, value))
     except TypeError:
         return None
 

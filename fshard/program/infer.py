@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import assert_never
@@ -136,7 +138,8 @@ def join_sizes(sizes: DimSizes, n: int) -> DimSizes:
     """Return the shard sizes of a dim after merging each `n` neighbours, None if equal."""
     if sizes is None:
         return None
-    joined = tuple(sum(sizes[i : i + n]) for i in range(0, len(sizes), n))
+    stops = [*itertools.accumulate(sizes, initial=0)][::n]
+    joined = tuple(map(operator.sub, stops[1:], stops))
     return None if len(set(joined)) == 1 else joined
 
 
@@ -150,10 +153,11 @@ def split_sizes(size: int, shards: int, sizes: DimSizes, n: int, chunk: bool) ->
         if size % (shards * n) == 0:
             return None
         sizes = (size // shards,) * shards
-    if all(shard % n == 0 for shard in sizes):
+    if not any(shard % n for shard in {*sizes}):
         return tuple(shard // n for shard in sizes for _ in range(n))
     if chunk:
-        return tuple(part for shard in sizes for part in chunk_sizes(shard, (n,)))
+        chunks = {shard: chunk_sizes(shard, (n,)) for shard in {*sizes}}
+        return tuple([part for shard in sizes for part in chunks[shard]])
     odd = next(shard for shard in sizes if shard % n)
     return f"each shard size must be divisible by {n}: {odd} % {n} = {odd % n}"
 

@@ -74,7 +74,7 @@ def _store_sizes(step: object, sizes: object) -> None:
         return
     if not isinstance(sizes, list | tuple) or not all(
         dim is None
-        or (isinstance(dim, list | tuple) and all(isinstance(size, int) for size in dim))
+        or (isinstance(dim, list | tuple) and all(issubclass(t, int) for t in {*map(type, dim)}))
         for dim in sizes
     ):
         fail(f"fs.{type(step).__name__}", f"sizes={sizes!r}",

@@ -13,6 +13,29 @@ Axes = tuple[str, ...]
 Dims = tuple[Axes, ...]
 DimSizes = tuple[int, ...] | None
 
+LONG = 256
+"""Most shards of a dim whose sizes are hashed each time."""
+
+
+class LongSizes(tuple[int, ...]):  # noqa: SLOT001 - it stores its hash
+    """Sizes of many shards, hashed once: a search looks layouts up many times."""
+
+    def __hash__(self) -> int:
+        value: int | None = self.__dict__.get("hash")
+        if value is None:
+            value = self.__dict__["hash"] = super().__hash__()
+        return value
+
+
+def hashed_once(sizes: DimSizes) -> DimSizes:
+    """Return sizes as `LongSizes` if there are many.
+
+    >>> type(hashed_once((1, 2))), type(hashed_once((1, 2) * LONG))
+    (<class 'tuple'>, <class 'fshard.plan.search.search_layout.LongSizes'>)
+    """
+    long = sizes is not None and len(sizes) > LONG and type(sizes) is tuple
+    return LongSizes(sizes) if long and sizes is not None else sizes
+
 
 class SearchLayout(NamedTuple):
     """Layout met by the search: the parts of a `Spec` that steps change."""
@@ -26,7 +49,8 @@ class SearchLayout(NamedTuple):
     def of(cls, spec: Spec) -> SearchLayout:
         """Return the layout of a spec."""
         p = spec.partition
-        return cls(p.dims, p.unreduced_kinds, p.reduced_kinds, spec.sizes)
+        sizes = tuple(map(hashed_once, spec.sizes))
+        return cls(p.dims, p.unreduced_kinds, p.reduced_kinds, sizes)
 
     @property
     def partition(self) -> PartitionSpec:
@@ -39,7 +63,7 @@ class SearchLayout(NamedTuple):
             (*self.dims[:dim], axes, *self.dims[dim + 1 :]),
             self.unreduced,
             self.reduced,
-            (*self.sizes[:dim], sizes, *self.sizes[dim + 1 :]),
+            (*self.sizes[:dim], hashed_once(sizes), *self.sizes[dim + 1 :]),
         )
 
 

@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 
@@ -191,16 +192,14 @@ def dim_pieces(
     >>> dim_pieces((3, 2, 3), [(0, 4), (4, 8)], (True, False, True))
     1
     """
-    edges = list(itertools.accumulate(n for n in have if n))
-    ends = [
-        (bisect_right(edges, start), bisect_left(edges, stop) + 1)
-        for start, stop in targets
-        if start < stop
-    ]
-    if mask is None:
-        return max((last - first for first, last in ends), default=1)
-    before = [0, *itertools.accumulate(a for a, n in zip(mask, have, strict=True) if n)]
-    return max((before[last] - before[first] for first, last in ends), default=1)
+    edges = list(itertools.accumulate([n for n in have if n]))
+    full = [target for target in targets if target[0] < target[1]]
+    first = [bisect_right(edges, start) for start, _ in full]
+    last = [bisect_left(edges, stop) + 1 for _, stop in full]
+    if mask is not None:
+        before = [0, *itertools.accumulate([a for a, n in zip(mask, have, strict=True) if n])]
+        first, last = [before[i] for i in first], [before[i] for i in last]
+    return max(map(operator.sub, last, first), default=1)
 
 
 # -- shards of any sizes --------------------------------------------------------------------
