@@ -44,7 +44,7 @@ from fshard.partition.partitioned_call import NonTensor, PartitionedCall
 from fshard.partition.training_time import lines_time
 from fshard.program.cost.topology import Topology
 from fshard.program.program_arguments import as_topology
-from fshard.run.global_tensors import shard, unshard
+from fshard.run.global_tensors import local_view, shard, unshard
 from fshard.spmd.in_specs import ArgSignature, match_specs
 
 META = torch.device("meta")
@@ -124,8 +124,10 @@ class Partition:
                 if isinstance(leaf, Sharded):
                     has_pairs = True
                     locals_.append(leaf.local)
-                else:
+                elif len(locals_) in call.written:
                     locals_.append(shard(leaf, spec).local)
+                else:
+                    locals_.append(local_view(leaf, spec))
             if call.written:
                 call.check_disjoint(arguments.tensor_leaves(leaves, specs), self.where)
             results = call.run(locals_, [leaves[index] for index in call.numbers])

@@ -31,6 +31,10 @@ from fshard.run.creation import rank_on_mesh
 from fshard.run.global_tensors import unshard
 from fshard.run.transports.shape_only import RecordedCollective
 
+WHERE = "a partitioned function"
+Simulation = Callable[[Sequence[Any], Sequence[int | float]], list[Any]]
+"""Function of all ranks' locals and the symbolic numbers, to the leaves of the results."""
+
 
 @dataclass(frozen=True, slots=True)
 class NonTensor:
@@ -73,7 +77,7 @@ class PartitionedCall:
     _schedule: list[Line] = field(default_factory=list)
     _graphs: dict[int, fx.GraphModule] = field(default_factory=dict)
     _functions: dict[int, Callable[..., tuple[Any, ...]]] = field(default_factory=dict)
-    _prepared: dict[str, list[run_lines.PreparedLine]] = field(default_factory=dict)
+    _simulation: list[Simulation] = field(default_factory=list)
 
     def __reduce__(self) -> NoReturn:
         fail("pickle", "a PartitionedCall",
@@ -152,10 +156,8 @@ class PartitionedCall:
         Returns:
             The leaves of the results, locals in the same form.
         """
-        if self.grad or not torch.is_grad_enabled():
-            return self._run(locals_, numbers)
         # No result has a gradient, as of a training step: nothing is saved for a backward pass.
-        with torch.no_grad():
+        with torch.set_grad_enabled(self.grad and torch.is_grad_enabled()):
             return self._run(locals_, numbers)
 
     def _run(self, locals_: Sequence[Any], numbers: Sequence[int | float]) -> list[Any]:
@@ -164,24 +166,42 @@ class PartitionedCall:
             if not isinstance(local, torch.Tensor):
                 break
         else:
-            rank = rank_on_mesh(self.mesh, "a partitioned function")
-            function = self._functions.get(rank)
-            if function is None:
-                function = self._functions[rank] = run_lines.compile_graph(self.graph(rank))
-            results = function(*locals_, *numbers)
+            results = self._function(rank_on_mesh(self.mesh, WHERE))(*locals_, *numbers)
             return [result if type(out) is int else out.value
                     for out, result in zip(outputs, results, strict=True)]  # fmt: skip
-        prepared = self._prepared.get("lines")
-        if prepared is None:
-            ids = {out for out in outputs if type(out) is int}
-            prepared = self._prepared["lines"] = run_lines.prepare_lines(
-                self.schedule, self.mesh, ids
-            )
-        replicated = [(number,) * self.mesh.size for number in numbers]
-        env = dict(zip(self._inputs, [*locals_, *replicated], strict=True))
-        run_lines.run_on_all_ranks(prepared, self.mesh, env)
-        return [out.value if type(out) is not int else env[out] if spec else env[out][0]
-                for out, spec in zip(outputs, self.out_specs, strict=True)]  # fmt: skip
+        if not self._simulation:
+            self._simulation.append(self._all_ranks())
+        return self._simulation[0](locals_, numbers)
+
+    def _function(self, rank: int) -> Callable[..., tuple[Any, ...]]:
+        """Return the code of a rank, a function of its locals and the numbers."""
+        if rank not in self._functions:
+            self._functions[rank] = run_lines.compile_graph(self.graph(rank))
+        return self._functions[rank]
+
+    def _all_ranks(self) -> Simulation:
+        """Return the function of all ranks' locals: of one rank alone its code."""
+        outputs = [*zip(self._outputs, self.out_specs, strict=True)]
+        if self.mesh.size == 1 and all(isinstance(x, run_lines.LOCAL_LINES) for x in self.lines):
+            function = self._function(self.mesh.ranks[0])
+
+            def run_one(locals_: Sequence[Any], numbers: Sequence[int | float]) -> list[Any]:
+                results = function(*[x for (x,) in locals_], *numbers)
+                return [out.value if type(out) is not int else (result,) if spec else result
+                        for (out, spec), result in zip(outputs, results, strict=True)]  # fmt: skip
+
+            return run_one
+        ids = {out for out, _ in outputs if type(out) is int}
+        prepared = run_lines.prepare_lines(self.schedule, self.mesh, ids)
+
+        def run_all(locals_: Sequence[Any], numbers: Sequence[int | float]) -> list[Any]:
+            replicated = [(number,) * self.mesh.size for number in numbers]
+            env = dict(zip(self._inputs, [*locals_, *replicated], strict=True))
+            run_lines.run_on_all_ranks(prepared, self.mesh, env)
+            return [out.value if type(out) is not int else env[out] if spec else env[out][0]
+                    for out, spec in outputs]  # fmt: skip
+
+        return run_all
 
     def check_disjoint(self, tensors: Sequence[Any], where: str) -> None:
         """Raise `ShardingError` if a written tensor shares memory with another or a closure."""

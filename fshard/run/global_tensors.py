@@ -211,10 +211,22 @@ def check_sharding(x: torch.Tensor, spec: Spec) -> None:
 
 def shards_of(x: torch.Tensor, spec: Spec) -> tuple[torch.Tensor, ...]:
     """Return the shards of a global tensor for all ranks of a simulated mesh."""
+    return tuple(unaliased(shard, [x]) for shard in _shard_views(x, spec))
+
+
+def _shard_views(x: torch.Tensor, spec: Spec) -> tuple[torch.Tensor, ...]:
+    """Return the shards of a global tensor for all ranks, in its memory where they can be."""
     warn_alone()
     check_sharding(x, spec)
-    shards = shard_program(spec)(replicate_shards(x, spec.mesh.size))
-    return tuple(unaliased(shard, [x]) for shard in shards)
+    return (x,) if spec.mesh.size == 1 else shard_program(spec)(replicate_shards(x, spec.mesh.size))
+
+
+def local_view(x: torch.Tensor, spec: Spec) -> Any:
+    """Return the local of `shard(x, spec)`, in the memory of `x` where it can be."""
+    if current_transport() is None:
+        return _shard_views(x, spec)
+    check_sharding(x, spec)
+    return _typed("fs.shard", x, replicated(spec), spec, shard_program(spec))
 
 
 @skip_frames_below(PLANS)

@@ -104,6 +104,21 @@ def test_coalesced_gradients_on_processes(layout: fs.PartitionSpec) -> None:
         check_counts(layout, results[2])
 
 
+def gradient_memories() -> int:
+    """Return the number of storages of the gradients of all parameters."""
+    fs.init(MESH)
+    params = [param.requires_grad_() for param in parameters()]
+    pairs = [fs.Sharded(p, fs.Spec(MESH, P(), shape=p.shape, dtype=p.dtype)) for p in params]
+    part = fs.partition(chain, mesh=MESH, in_specs=(P(), P("x")), out_specs=P())
+    x = fs.shard(batch(), fs.Spec(MESH, P("x"), shape=(4, 8), dtype=torch.float64))
+    sum(fs.unshard(loss) for loss in part(pairs, x)).backward()
+    return len({p.grad.untyped_storage().data_ptr() for p in params if p.grad is not None})
+
+
+def test_gradients_of_a_bucket_are_not_copied() -> None:
+    assert run_ranks(2, gradient_memories) == [1, 1]
+
+
 def test_coalesced_gradients_of_simulated_ranks() -> None:
     for rank, results in enumerate(fs.simulate(MESH, lambda: sharded_gradients(P("x")))):
         check(P("x"), results, range(rank, rank + 1))

@@ -68,11 +68,15 @@ def redistributed(
 ) -> int:
     """Return the id of the tensor's value in the layout `spec`.
 
-    If it has none, add the fastest program from one of its layouts. `grad` is the grad mode.
+    If it has none, add the fastest program from one of its layouts. `grad` is the grad mode. In
+    equivalent layouts, which differ along axes of size 1, say, it is the same value.
     """
     available = tensor.available(grad)
     if spec in available:
         return available[spec]
+    for src, value in available.items():
+        if src.is_equivalent(spec):
+            return value
 
     def seconds(prog: Program) -> float:
         """Return a program's time, with that of its transpose if the tensor has a gradient."""

@@ -185,6 +185,12 @@ def compile_graph(graph: fx.GraphModule) -> Callable[..., tuple[Any, ...]]:
     return functools.partial(names["forward"], graph)
 
 
+LOCAL_LINES = (
+    Operation, NumberOperation, Pick, ClosureTensor, Factory, GradMode, Write, Copy,
+)  # fmt: skip
+"""Lines that a rank runs without others."""
+
+
 # -- execution on all ranks -----------------------------------------------------------------
 
 
@@ -227,46 +233,43 @@ def run_on_all_ranks(prepared: Sequence[PreparedLine], mesh: Mesh, env: dict[int
     `env` has the tuples of the inputs by value id. The tuples of the outputs are added, and values
     without further use are removed.
     """
-    with torch.set_grad_enabled(torch.is_grad_enabled()):
-        for line, calls, dead in prepared:
-            match line:
-                case Operation():
-                    env[line.out] = _run_calls(line, mesh, calls, env)
-                case Redistribution():
-                    env[line.out] = line.program(env[line.source.value])
-                case LaunchBatch():
-                    shards = [x for source in line.sources for x in env[source.value]]
-                    env[line.out] = launch_line(line, *shards, on_shards=True)
-                case WaitBatch():
-                    ys, n = wait(env[line.source.value]), mesh.size
-                    env[line.out] = tuple([ys[rank::n] for rank in range(n)])
-                case Pick():
-                    env[line.out] = tuple([x[line.index] for x in env[line.source.value]])
-                case ClosureTensor():
-                    env[line.out] = replicate_shards(line.tensor, mesh.size)
-                case Factory():
-                    env[line.out] = replicate_shards(line.op(*line.args, **line.kwargs), mesh.size)
-                case NumberOperation():
-                    args, kwargs = map_call(
-                        line.args, line.kwargs, Ref, lambda ref: env[ref.value][0]
-                    )
-                    env[line.out] = (line.function(*args, **kwargs),) * mesh.size
-                case GradMode():
-                    torch.set_grad_enabled(line.enabled)
-                case CustomGradient():
-                    outputs = line.gradient.attach([env[ref.value] for ref in line.operands])
-                    env[line.out] = tuple(zip(*outputs, strict=True))
-                case RegionCall():
-                    locals_ = line.region([env[ref.value] for ref in line.operands])
-                    env[line.out] = tuple(zip(*locals_, strict=True))
-                case Copy():
-                    env[line.out] = tuple([x.clone() for x in env[line.source.value]])
-                case Write():
-                    values = env[line.source.value]
-                    for local, value in zip(env[line.target.value], values, strict=True):
-                        write_value(local, value)
-            for operand in dead:
-                del env[operand]
+    for line, calls, dead in prepared:
+        match line:
+            case Operation():
+                env[line.out] = _run_calls(line, mesh, calls, env)
+            case Redistribution():
+                env[line.out] = line.program(env[line.source.value])
+            case LaunchBatch():
+                shards = [x for source in line.sources for x in env[source.value]]
+                env[line.out] = launch_line(line, *shards, on_shards=True)
+            case WaitBatch():
+                ys, n = wait(env[line.source.value]), mesh.size
+                env[line.out] = tuple([ys[rank::n] for rank in range(n)])
+            case Pick():
+                env[line.out] = tuple([x[line.index] for x in env[line.source.value]])
+            case ClosureTensor():
+                env[line.out] = replicate_shards(line.tensor, mesh.size)
+            case Factory():
+                env[line.out] = replicate_shards(line.op(*line.args, **line.kwargs), mesh.size)
+            case NumberOperation():
+                args, kwargs = map_call(line.args, line.kwargs, Ref, lambda ref: env[ref.value][0])
+                env[line.out] = (line.function(*args, **kwargs),) * mesh.size
+            case GradMode():
+                torch.set_grad_enabled(line.enabled)
+            case CustomGradient():
+                outputs = line.gradient.attach([env[ref.value] for ref in line.operands])
+                env[line.out] = tuple(zip(*outputs, strict=True))
+            case RegionCall():
+                locals_ = line.region([env[ref.value] for ref in line.operands])
+                env[line.out] = tuple(zip(*locals_, strict=True))
+            case Copy():
+                env[line.out] = tuple([x.clone() for x in env[line.source.value]])
+            case Write():
+                values = env[line.source.value]
+                for local, value in zip(env[line.target.value], values, strict=True):
+                    write_value(local, value)
+        for operand in dead:
+            del env[operand]
 
 
 def _run_calls(

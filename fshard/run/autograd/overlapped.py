@@ -142,8 +142,10 @@ class _LaunchNode(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> Any:
         flight: _Flight = ctx.flight
+        finish = flight.finish_backward
+        del flight.finish_backward  # else autograd would copy gradients that others may hold
         with backward_phase(flight.label):
-            return None, *flight.finish_backward()
+            return None, *finish()
 
 
 class _WaitNode(torch.autograd.Function):

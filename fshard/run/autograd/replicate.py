@@ -38,7 +38,9 @@ class _Spread(torch.autograd.Function):
 
 
 def replicate_shards(x: torch.Tensor, n: int) -> tuple[torch.Tensor, ...]:
-    """Return n aliases of `x`, one per rank, differentiably."""
+    """Return n aliases of `x`, one per rank, differentiably; for one rank `x` itself."""
+    if n == 1:
+        return (x,)
     return map_batch_dims(lambda xs: apply_function(_Spread, n, *xs), (x,))
 
 
@@ -65,7 +67,9 @@ class _First(torch.autograd.Function):
 
 
 def replicated_value(xs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the value that all ranks hold, differentiably."""
+    """Return the value that all ranks hold, differentiably; of one rank its tensor itself."""
+    if len(xs) == 1:
+        return xs[0]
     return map_batch_dims(lambda xs: (apply_function(_First, *xs),), xs)[0]
 
 

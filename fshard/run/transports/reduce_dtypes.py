@@ -85,6 +85,15 @@ def reduced(xs: Sequence[torch.Tensor], reduction: str) -> torch.Tensor:
     return restore(total.to(dtype))
 
 
+def reduce_into(target: torch.Tensor, x: torch.Tensor, reduction: str) -> torch.Tensor:
+    """Reduce two tensors, into the memory of the first one if its dtype is reduced as it is.
+
+    New memory costs more than the reduction: its pages are mapped by the first write.
+    """
+    value, restore = as_number(target, reduction)
+    return restore(COMBINE[reduction](value, as_number(x, reduction)[0], out=value))
+
+
 def over(x: torch.Tensor, divisor: int) -> torch.Tensor:
     """Divide a floating tensor; with a divisor of 1 return it itself."""
     if divisor == 1:

@@ -47,7 +47,7 @@ from fshard.run.transports.base import (
 from fshard.run.transports.divergence_report import lost
 from fshard.run.transports.process_end import Listener
 from fshard.run.transports.rank_threads import WAITING, start_waiting
-from fshard.run.transports.reduce_dtypes import NATIVE, REDUCE, as_number, over, reduced
+from fshard.run.transports.reduce_dtypes import NATIVE, REDUCE, as_number, over, reduce_into
 
 T = TypeVar("T")
 OPS: Any = torch.ops._c10d_functional
@@ -131,7 +131,8 @@ class ProcessWorld:
         """Gather `x` of all ranks of `group`."""
         n, gloo = len(group), self._is_gloo()
         if gloo and n == 2:
-            return self._swap(x, x, group, "all_gather")
+            other, is_first = self._swap(x, group, "all_gather"), group[0] == self.process_rank
+            return lambda: [x, other()] if is_first else [other(), x]
         if gloo and n * x.nbytes <= GATHER_BYTES:
             sizes = [x.numel()] * n
             return self._all_to_all(x.reshape(-1).repeat(n), sizes, sizes, group, "all_gather")
@@ -162,8 +163,8 @@ class ProcessWorld:
             return lambda: stacked(gathered(), x.shape).prod(0)
         n, gloo = len(group), self._is_gloo()
         if gloo and n == 2 and x.nbytes <= GATHER_BYTES:
-            both = self._swap(x, x, group, "all_reduce")
-            return lambda: reduced(both(), reduction)
+            other = self._swap(x, group, "all_reduce")
+            return lambda: reduce_into(other(), x, reduction)
         if gloo and n > 2 and n * x.nbytes <= REDUCE_BYTES:
             sizes = [x.numel()] * n
             moved = self._all_to_all(x.reshape(-1).repeat(n), sizes, sizes, group, "all_reduce")
@@ -189,8 +190,8 @@ class ProcessWorld:
         n, gloo = len(group), self._is_gloo()
         if gloo and n == 2:
             index = group.index(self.process_rank)
-            both = self._swap(x[index], x[1 - index], group, "reduce_scatter")
-            return lambda: reduced(both(), reduction)
+            own, other = x[index], self._swap(x[1 - index], group, "reduce_scatter")
+            return lambda: reduce_into(other(), own, reduction)
         if gloo:
             sizes = [x[0].numel()] * n
             moved = self._all_to_all(x.reshape(-1), sizes, sizes, group, "reduce_scatter")
@@ -239,16 +240,12 @@ class ProcessWorld:
 
         return finish
 
-    def _swap(
-        self, own: torch.Tensor, sent: torch.Tensor, group: Group, op: str
-    ) -> Callable[[], list[torch.Tensor]]:
-        """Exchange a tensor with the other rank of a group of two; return both in its order."""
+    def _swap(self, x: torch.Tensor, group: Group, op: str) -> Finish:
+        """Send a tensor to the other rank of a group of two; return the one that it sends."""
         low, high = sorted(group)
-        sizes = [0, sent.numel()] if self.process_rank == low else [sent.numel(), 0]
-        moved = self._all_to_all(sent.reshape(-1), sizes, sizes, (low, high), op)
-        if group[0] == self.process_rank:
-            return lambda: [own, moved().view(own.shape)]
-        return lambda: [moved().view(own.shape), own]
+        sizes = [0, x.numel()] if self.process_rank == low else [x.numel(), 0]
+        moved = self._all_to_all(x.reshape(-1), sizes, sizes, (low, high), op)
+        return lambda: moved().view(x.shape)
 
     def _is_gloo(self) -> bool:
         """Return True if all backends are gloo; meta tensors that are recorded have no device."""
