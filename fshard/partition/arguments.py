@@ -18,6 +18,7 @@ from fshard.layout.spec import Spec
 from fshard.layout.tree import opaque_problem
 from fshard.ops.core.call import instances_in
 from fshard.plan.redistribute import redistribute
+from fshard.run.global_tensors import local_view, shard
 
 CPU = torch.device("cpu")
 
@@ -65,6 +66,19 @@ def _device(leaf: Any) -> torch.device:
 def tensor_leaves(leaves: Sequence[Any], specs: Sequence[Spec | None]) -> list[Any]:
     """Return the leaves that have a spec: tensors, pairs and specs."""
     return [leaf for leaf, spec in zip(leaves, specs, strict=True) if spec is not None]
+
+
+def locals_of(tensors: Sequence[Any], specs: Sequence[Spec], written: Sequence[int]) -> list[Any]:
+    """Return the locals of pairs and plain tensors, `written` ones in memory of their own."""
+    locals_ = []
+    for index, (x, spec) in enumerate(zip(tensors, specs, strict=True)):
+        if isinstance(x, Sharded):
+            locals_.append(x.local)
+        elif index in written:
+            locals_.append(shard(x, spec).local)
+        else:
+            locals_.append(local_view(x, spec))
+    return locals_
 
 
 def requires_grad(leaf: Any) -> bool:

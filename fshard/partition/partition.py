@@ -44,7 +44,7 @@ from fshard.partition.partitioned_call import NonTensor, PartitionedCall
 from fshard.partition.training_time import lines_time
 from fshard.program.cost.topology import Topology
 from fshard.program.program_arguments import as_topology
-from fshard.run.global_tensors import local_view, shard, unshard
+from fshard.run.global_tensors import unshard
 from fshard.spmd.in_specs import ArgSignature, match_specs
 
 META = torch.device("meta")
@@ -117,22 +117,14 @@ class Partition:
             if kwargs:
                 args, kwargs = arguments.bind(self.fn, args, kwargs)
             leaves, call, specs = self._lookup(args, kwargs, runs=True)
-            has_pairs, locals_ = False, []
-            for leaf, spec in zip(leaves, specs, strict=True):
-                if spec is None:
-                    continue
-                if isinstance(leaf, Sharded):
-                    has_pairs = True
-                    locals_.append(leaf.local)
-                elif len(locals_) in call.written:
-                    locals_.append(shard(leaf, spec).local)
-                else:
-                    locals_.append(local_view(leaf, spec))
+            tensors = arguments.tensor_leaves(leaves, specs)
             if call.written:
-                call.check_disjoint(arguments.tensor_leaves(leaves, specs), self.where)
+                call.check_disjoint(tensors, self.where)
+            locals_ = arguments.locals_of(tensors, call.in_specs, call.written)
             results = call.run(locals_, [leaves[index] for index in call.numbers])
             if call.written:
-                call.write_global_tensors(arguments.tensor_leaves(leaves, specs), locals_)
+                call.write_global_tensors(tensors, locals_)
+            has_pairs = Sharded in map(type, tensors)
             for index, spec in enumerate(call.out_specs):
                 if spec is not None:
                     pair = Sharded(results[index], spec)
