@@ -1,11 +1,12 @@
 """Lines of a partitioned call: local operations, programs between layouts, writes and copies.
 
-Every line but `GradMode` and `Write` defines a value with the id `out`.
+Every line but `GradMode`, `Write` and the marks of checkpointed calls defines a value with the id
+`out`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from fshard.layout.spec import Spec
 from fshard.layout.tree import flatten
 from fshard.ops.core.call import map_instances
 from fshard.ops.strategy.strategy import Strategy
+from fshard.ops.trace.checkpoints import CheckpointedCall
 from fshard.ops.trace.mapped_regions import MappedRegion
 from fshard.plan.batch.batch import Batch, batch_from_leaves
 from fshard.program.program import Program
@@ -162,6 +164,29 @@ class RegionCall:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class BeginCheckpoint:
+    """Mark before the lines of a checkpointed call, which the next `EndCheckpoint` ends."""
+
+    call: CheckpointedCall
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EndCheckpoint:
+    """Mark after the lines of the innermost checkpointed call."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CheckpointedLines:
+    """Lines of a checkpointed call in the order of execution; a `Pick` takes one of `outputs`."""
+
+    out: int
+    call: CheckpointedCall
+    lines: tuple[Line, ...]
+    operands: tuple[Ref, ...]
+    outputs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class LaunchBatch:
     """Start of linear programs as one batch; the value is what a `WaitBatch` waits for.
 
@@ -200,6 +225,9 @@ Line = (
     | Copy
     | CustomGradient
     | RegionCall
+    | BeginCheckpoint
+    | EndCheckpoint
+    | CheckpointedLines
     | LaunchBatch
     | WaitBatch
 )
@@ -219,10 +247,18 @@ def operands_of(line: Line) -> list[int]:
             return [source.value for source in line.sources]
         case Write():
             return [line.target.value, line.source.value]
-        case CustomGradient() | RegionCall():
+        case CustomGradient() | RegionCall() | CheckpointedLines():
             return [ref.value for ref in line.operands]
         case _:
             return []
+
+
+def flattened(lines: Iterable[Line]) -> Iterator[Line]:
+    """Yield lines, and after those of checkpointed calls the lines in them."""
+    for line in lines:
+        yield line
+        if isinstance(line, CheckpointedLines):
+            yield from flattened(line.lines)
 
 
 def aliases_of(line: Line) -> list[tuple[int, int]]:
@@ -251,11 +287,44 @@ def backward_programs(line: Line) -> tuple[Program, ...]:
             return ()
 
 
-def backward_plans(line: Line) -> tuple[Program | Batch, ...]:
-    """Return the programs that run backward for a line; the programs of a batch are one."""
-    if isinstance(line, LaunchBatch):
-        return (line.batch.T,) if line.grad else ()
-    return backward_programs(line)
+Plan = Program | Batch | RecordedCollective
+"""What a line launches."""
+
+
+def forward_plans(line: Line) -> tuple[Plan, ...]:
+    """Return what runs forward for a line; the programs of a batch are one."""
+    match line:
+        case LaunchBatch():
+            return (line.batch,)
+        case Redistribution():
+            return (line.program,)
+        case RegionCall():
+            return line.forward
+        case CheckpointedLines():
+            return tuple(plan for inner in line.lines for plan in forward_plans(inner))
+        case _:
+            return ()
+
+
+def backward_plans(line: Line) -> tuple[Plan, ...]:
+    """Return what runs backward for a line; the programs of a batch are one.
+
+    A checkpointed call runs its forward programs again, without those whose results leave it.
+    """
+    match line:
+        case LaunchBatch():
+            return (line.batch.T,) if line.grad else ()
+        case RegionCall():
+            return line.backward
+        case CheckpointedLines():
+            used = {operand for inner in line.lines for operand in operands_of(inner)}
+            again = [x for x in line.lines if not isinstance(x, Redistribution) or x.out in used]
+            return (
+                *(plan for inner in again for plan in forward_plans(inner)),
+                *(plan for inner in line.lines for plan in backward_plans(inner)),
+            )
+        case _:
+            return backward_programs(line)
 
 
 def keep_gradients_of(lines: Sequence[Line], outputs: Sequence[int]) -> list[Line]:

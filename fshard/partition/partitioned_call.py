@@ -21,15 +21,13 @@ from fshard.ops.core.call import instances_in
 from fshard.partition import ir
 from fshard.partition.execution import run_lines
 from fshard.partition.execution.schedule import schedule
-from fshard.partition.ir import LaunchBatch, Line, Redistribution, RegionCall
-from fshard.plan.batch.batch import Batch
+from fshard.partition.ir import Line, Redistribution
 from fshard.program.cost.model import Cost
 from fshard.program.cost.topology import Topology
 from fshard.program.program import Program
 from fshard.program.program_arguments import as_topology
 from fshard.run.creation import rank_on_mesh
 from fshard.run.global_tensors import unshard
-from fshard.run.transports.shape_only import RecordedCollective
 
 WHERE = "a partitioned function"
 Simulation = Callable[[Sequence[Any], Sequence[int | float]], list[Any]]
@@ -93,7 +91,9 @@ class PartitionedCall:
     def schedule(self) -> Sequence[Line]:
         """The lines in the order of execution, with coalesced redistributions."""
         if not self._schedule:
-            self._schedule[:] = schedule(self.lines, self._inputs)
+            self._schedule[:] = schedule(
+                self.lines, self._inputs, [out for out in self._outputs if type(out) is int]
+            )
         return self._schedule
 
     def cost(self, topology: Topology | None = None, *, backward: bool = False) -> Cost:
@@ -103,19 +103,11 @@ class PartitionedCall:
 
         Args:
             topology: the topology to cost them on; None is the one they were planned on.
-            backward: return the cost of the transposes instead, which run backward.
+            backward: return the cost of what runs backward instead: transposes, and what
+                checkpointed calls run again.
         """
-        plans: list[Program | Batch | RecordedCollective] = []
-        for line in self.schedule:
-            match line:
-                case RegionCall():
-                    plans += line.backward if backward else line.forward
-                case _ if backward:
-                    plans += ir.backward_plans(line)
-                case LaunchBatch(batch=batch):
-                    plans.append(batch)
-                case Redistribution(program=prog):
-                    plans.append(prog)
+        plans_of = ir.backward_plans if backward else ir.forward_plans
+        plans = (plan for line in self.schedule for plan in plans_of(line))
         return Cost.in_turn(plan.cost(topology or self._topology) for plan in plans)
 
     def graph(self, rank: int = 0) -> fx.GraphModule:

@@ -8,7 +8,9 @@ from collections.abc import Iterator, Sequence
 from fshard._util.text import bytes_text, plural, time_text
 from fshard.layout.spec import Spec
 from fshard.partition.ir import (
+    BeginCheckpoint,
     CustomGradient,
+    EndCheckpoint,
     Factory,
     LaunchBatch,
     Line,
@@ -17,6 +19,7 @@ from fshard.partition.ir import (
     RegionCall,
     Write,
     backward_programs,
+    flattened,
     operands_of,
     specs_text,
 )
@@ -86,7 +89,7 @@ def explain_partitioned(call: PartitionedCall, topology: Topology) -> Table:
 def _coalesced(call: PartitionedCall) -> Iterator[str]:
     """Yield a note for every different launch of several values."""
     texts: Counter[str] = Counter()
-    for line in call.schedule:
+    for line in flattened(call.schedule):
         if isinstance(line, LaunchBatch):
             passes = ("→", line.batch), *((("←", line.batch.T),) if line.grad else ())
             texts.update(
@@ -143,6 +146,10 @@ def _line(line: Line, inputs: Sequence[int]) -> Iterator[Row]:
                 yield f"→ {_times(n)}{op}({axes})", "in the body", bytes_text(n * nbytes), ""
             for (op, axes, nbytes), n in _sent(line.backward).items():
                 yield f"← {_times(n)}{op}({axes})", "in the body", "", bytes_text(n * nbytes)
+        case BeginCheckpoint():
+            yield "begin checkpoint", "", "", ""
+        case EndCheckpoint():
+            yield "end checkpoint", "", "", ""
         case Redistribution() if line.source.value not in inputs:
             yield from _move_rows(line, 1)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 from fshard import Mesh, P
+from tests.helpers.spec_grid import random_global
 from tests.helpers.spmd.checkpoint_cases import OPTIONS, differentiated, layer, results
 
 MESH = Mesh(x=2, y=2)
@@ -39,3 +43,146 @@ def test_recomputed_dropout_has_the_same_mask(reentrant: bool) -> None:
     (grad,) = torch.autograd.grad(y.sum(), x)
     assert 0 < (y == 0).sum() < y.numel()
     torch.testing.assert_close(grad * x, 2 * y)
+
+
+# -- checkpointed calls in partitioned functions ---------------------------------------------
+
+KEY = fs.random.key(3)
+W = random_global((4, 4), torch.float64, 5).div(4).requires_grad_()
+MAPPED = fs.shard_map(
+    lambda x, w: fs.psum(torch.tanh(x @ w), "y"),
+    mesh=MESH, in_specs=(P("x", "y"), P("y")), out_specs=P("x"),
+)  # fmt: skip
+
+
+class Cube(torch.autograd.Function):
+    """Cube with a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        cube: torch.Tensor = 3 * g * x**2
+        return cube
+
+
+def again(fn: Callable[..., Any], *args: Any) -> Any:
+    return checkpoint(fn, *args, use_reentrant=False)
+
+
+def keyed_dropout(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    with fs.random.keyed(KEY):
+        y = again(lambda x: F.dropout(torch.tanh(x @ w), 0.5), F.dropout(x, 0.3))
+        return torch.rand(8, 4, dtype=x.dtype) * y
+
+
+def inner_gradient(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    loss = again(lambda x: torch.tanh(x @ w), x).square().sum()
+    return torch.autograd.grad(loss, w, create_graph=True)[0] * x.sum()
+
+
+def grad_mode(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            scale = (x @ w).mean()
+        return torch.tanh(x @ w) * scale
+
+    out: torch.Tensor = again(scaled, x)
+    return out
+
+
+def in_place(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    def written(x: torch.Tensor) -> torch.Tensor:
+        y = x @ w
+        y.mul_(2)
+        y[0] = 1
+        return y.tanh()
+
+    out: torch.Tensor = again(written, x)
+    return out
+
+
+def kept_outside(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    inside = []
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        inside.append(torch.sin(x))
+        return torch.tanh(inside[0] @ w)
+
+    out: torch.Tensor = again(run, x) + inside[0]
+    return out
+
+
+def no_result(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    again(lambda x: (x @ w).tanh(), x)
+    out: torch.Tensor = again(lambda x: x, x) @ w
+    return out
+
+
+def two_results(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    a, b = again(lambda x: ((x @ w).tanh(), {"b": (x * 2).sum(0)}), x)
+    out: torch.Tensor = a + b["b"]
+    return out
+
+
+CALLS: list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = [
+    keyed_dropout, inner_gradient, grad_mode, in_place, kept_outside, no_result, two_results,
+    lambda x, w: again(lambda x: torch.tanh(x @ W) @ w, x) @ W,
+    lambda x, w: again(lambda x: Cube.apply(x @ w).sin(), x),
+    lambda x, w: again(lambda x: MAPPED(x.sin(), w).cos(), x),
+    lambda x, w: again(lambda x: F.layer_norm(F.softmax(x @ w, -1), (4,)), x),
+    lambda x, w: again(lambda x: fs.constrain(torch.tanh(x @ w), P("y", "x")), x) @ w,
+    lambda x, w: again(lambda x, scale: torch.tanh(x @ w) * scale, x, 3.5),
+]  # fmt: skip
+
+
+def both_orders(f: Any) -> list[torch.Tensor]:
+    """Return a result, its gradients, and those of their squares."""
+    x, w = (random_global(s, torch.float64, i).div(4).requires_grad_()
+            for i, s in enumerate([(8, 4), (4, 4)]))  # fmt: skip
+    y = f(x, w)
+    options: dict[str, Any] = {"allow_unused": True, "materialize_grads": True}
+    first = torch.autograd.grad((y**2).sum(), (x, w, W), create_graph=True, **options)
+    second = torch.autograd.grad(sum((g**2).sum() for g in first), (x, w), **options)
+    return [item.detach() for item in (y, *first, *second)]
+
+
+@pytest.mark.parametrize("fn", CALLS)
+@pytest.mark.parametrize("specs", [(P("x"), P("y")), (P(("x", "y")), P("x"))], ids=str)
+def test_checkpointed_calls_have_both_orders_of_gradients(fn: Any, specs: Any) -> None:
+    part = fs.partition(fn, mesh=MESH, in_specs=specs)
+    torch.testing.assert_close(both_orders(part), both_orders(fn), rtol=1e-10, atol=1e-10)
+
+
+def block(p: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    return x + F.gelu(F.layer_norm(x, x.shape[-1:]) @ p["w"]) @ p["v"]
+
+
+def test_collectives_of_a_checkpointed_call_run_again() -> None:
+    """FSDP with checkpointed layers gathers the parameters of a layer twice, in one launch."""
+
+    def model(params: list[dict[str, torch.Tensor]], x: torch.Tensor) -> torch.Tensor:
+        for p in params:
+            x = again(block, p, x)
+        return x.square().mean()
+
+    part = fs.partition(model, mesh=MESH, params=P("x"), in_specs=P("x"))
+    params = [
+        {"w": fs.shard(torch.ones(16, 64).requires_grad_(), MESH, P("x")),
+         "v": fs.shard(torch.ones(64, 16).requires_grad_(), MESH, P("x"))}
+        for _ in range(3)
+    ]  # fmt: skip
+    x = fs.shard(torch.randn(8, 16), MESH, P("x"))
+    with fs.comm_log() as log:
+        loss = part(params, x)
+        torch.autograd.grad(
+            sum(loss.local), [x for p in params for y in p.values() for x in y.local]
+        )
+    plan = part.trace(params, x)
+    assert log.forward.counts == {("all_gather", "x"): 3}
+    assert log.backward.counts == {("all_gather", "x"): 3, ("reduce_scatter", "x"): 3}
+    assert (plan.cost().launches, plan.cost(backward=True).launches) == (3, 6)

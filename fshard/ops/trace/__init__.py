@@ -5,6 +5,7 @@
 - `inner_gradients`: functions that take gradients or use `torch.func` themselves.
 - `custom_functions`: the backward of a custom `autograd.Function` as a graph.
 - `mapped_regions`: calls of mapped functions as operations that run on locals.
+- `checkpoints`: calls of `torch.utils.checkpoint` as marks around their operations.
 - `draw_layouts`: random draws take the layout of a tensor they are combined with.
 - `constants`: values that depend on no argument, which a function may read.
 - `covariance`: `torch.cov` and `torch.corrcoef` without reads of values.

@@ -22,6 +22,7 @@ from fshard._torch.modes import DisableTorchFunction
 from fshard._util.errors import ShardingError, fail
 from fshard._util.text import one_line
 from fshard.ops.core.builders import is_inexact
+from fshard.ops.trace.checkpoints import CHECKPOINT_MARK
 from fshard.run.transports.divergence_report import raise_line
 
 
@@ -113,7 +114,10 @@ def extract_backwards(graph: fx.GraphModule, where: str) -> None:
 
 def has_effects(node: fx.Node) -> bool:
     """Return True for a node that dead-code elimination keeps."""
-    return node.op in ("placeholder", "output") or node.target is SET_GRAD_ENABLED
+    return node.op in ("placeholder", "output") or node.target in (
+        SET_GRAD_ENABLED,
+        CHECKPOINT_MARK,
+    )
 
 
 def _extract(graph: fx.GraphModule, node: fx.Node) -> None:

@@ -47,6 +47,12 @@ from fshard.ops.core.call import (
     instances_in,
     sized_call,
 )
+from fshard.ops.trace.checkpoints import (
+    name_checkpoints,
+    record_and_recompute,
+    record_checkpoint,
+    recorded_checkpoints,
+)
 from fshard.ops.trace.custom_functions import extract_backwards, has_effects
 from fshard.ops.trace.draw_layouts import assign_draw_layouts
 from fshard.ops.trace.functionalize import ClosureGuard, check_writes, functional, writes
@@ -159,7 +165,8 @@ def trace(
 
     def trace_with(mode: AboveAutograd | BelowAutograd) -> TracedFunction:
         is_above = isinstance(mode, AboveAutograd)
-        return _trace(fn, metas, where, is_above, requires_grad, devices, mode, numbers)
+        with checkpoint_form(record_checkpoint if is_above else record_and_recompute):
+            return _trace(fn, metas, where, is_above, requires_grad, devices, mode, numbers)
 
     def trace_once(*, outside: bool) -> TracedFunction:
         if above:
@@ -171,9 +178,9 @@ def trace(
     with (
         _TRACE_LOCK,
         without_dispatch_modes(),
-        checkpoint_form(),
         hidden,
         recorded_regions() as regions,
+        recorded_checkpoints() as checkpoints,
     ):
         try:
             with without_transforms():  # `grad` would wrap the results of factories
@@ -185,6 +192,7 @@ def trace(
     graph.graph.eliminate_dead_code(is_impure_node=has_effects)
     extract_backwards(graph, where)
     name_regions(graph, regions)
+    name_checkpoints(graph, checkpoints)
     assign_draw_layouts(graph)
     return traced
 

@@ -30,6 +30,7 @@ from fshard.ops.core.registry import decomposition_of, row_of
 from fshard.ops.propagate.propagate import strategy_for
 from fshard.ops.rules.elementwise.pointwise import pointwise
 from fshard.ops.strategy.strategy import Strategy
+from fshard.ops.trace.checkpoints import CheckpointMark
 from fshard.ops.trace.custom_functions import TracedBackward
 from fshard.ops.trace.functionalize import has_no_gradient
 from fshard.ops.trace.mapped_regions import MappedRegion
@@ -150,6 +151,10 @@ class LayoutAssigner:
         if op is SET_GRAD_ENABLED:
             self.set_grad_mode(args[0])
             return None
+        if isinstance(op, CheckpointMark):
+            if op.call is None:
+                return self.assignment.end_checkpoint()
+            return self.assignment.begin_checkpoint(op.call)
         if isinstance(op, TracedBackward):
             return self.custom_gradient(op, *args)
         if isinstance(op, MappedRegion):

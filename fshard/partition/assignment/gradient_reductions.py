@@ -32,8 +32,11 @@ from fshard.ops.trace.functionalize import has_no_gradient
 from fshard.partition.assignment.tensor_versions import Assignment, TensorVersions, redistributed
 from fshard.partition.execution.schedule import schedule
 from fshard.partition.ir import (
+    BeginCheckpoint,
+    CheckpointedLines,
     ClosureTensor,
     CustomGradient,
+    EndCheckpoint,
     GradMode,
     Line,
     NumberOperation,
@@ -44,6 +47,7 @@ from fshard.partition.ir import (
     RegionCall,
     Write,
     backward_plans,
+    flattened,
     operands_of,
 )
 from fshard.program.cost.topology import Topology
@@ -76,7 +80,11 @@ class ValueTable:
             elif isinstance(line, NumberOperation):
                 table.numbers.add(line.out)
             elif table.add(line, has_grad) and enabled:
-                has_grad.update(line.out for line in [line] if not isinstance(line, Write))
+                has_grad.update(
+                    x.out
+                    for x in [line]
+                    if not isinstance(x, Write | BeginCheckpoint | EndCheckpoint)
+                )
         needed = set(outputs)
         for line in reversed(lines):
             if getattr(line, "out", None) in needed:
@@ -151,7 +159,12 @@ def place_gradient_reductions(
 
 
 def _backward_time(lines: Iterable[Line], topology: Topology) -> float:
-    return sum(plan.cost(topology).time for line in lines for plan in backward_plans(line))
+    return sum(
+        plan.cost(topology).time
+        for line in flattened(lines)
+        if not isinstance(line, RegionCall | CheckpointedLines)
+        for plan in backward_plans(line)
+    )
 
 
 # -- states ----------------------------------------------------------------------------------
@@ -334,7 +347,7 @@ class _Rewriter:
                 spec = line.program.dst
                 spec = _reduced(spec, self.axis) if line.out in self.flipped else spec
                 self.define(line.out, spec, self.use(line.source.value, spec))
-                return
+                return None
             case Operation():
                 line = self.operation(line)
                 self.results[line.out] = line.strategy.out_specs
@@ -345,6 +358,10 @@ class _Rewriter:
                 line = replace(line, operands=tuple(map(self.unchanged, line.operands)))
             case GradMode():
                 self.grad = line.enabled
+            case BeginCheckpoint():
+                return self.trial.begin_checkpoint(line.call)
+            case EndCheckpoint():
+                return self.trial.end_checkpoint()
         self.trial.lines.append(line)
 
     def operation(self, line: Operation) -> Operation:

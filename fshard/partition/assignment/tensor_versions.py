@@ -9,10 +9,11 @@ gradient is scattered first and reduced over the other axes then, as hybrid FSDP
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fshard.layout.partition_spec import LINEAR, PartitionSpec
 from fshard.layout.spec import Spec
+from fshard.ops.trace.checkpoints import CheckpointedCall
 from fshard.partition import ir
 from fshard.partition.ir import Line, Ref
 from fshard.plan.redistribute import redistribute
@@ -45,17 +46,31 @@ class TensorVersions:
 class Assignment:
     """Lines of a graph, the value ids of its inputs, and the seconds of its redistributions.
 
-    `count` is the number of value ids so far.
+    `count` is the number of value ids so far. `checkpoints` has for every open checkpointed call
+    the layouts that tensors were redistributed to in it: what uses them after it would keep them.
     """
 
     lines: list[Line] = field(default_factory=list)
     inputs: list[int] = field(default_factory=list)
     time: float = 0.0
     count: int = 0
+    checkpoints: list[list[tuple[TensorVersions, Spec]]] = field(default_factory=list)
 
     def copy(self) -> Assignment:
         """Return a copy to which lines can be added on trial."""
-        return Assignment(list(self.lines), self.inputs, self.time, self.count)
+        return replace(self, lines=list(self.lines))
+
+    def begin_checkpoint(self, call: CheckpointedCall) -> None:
+        """Add the mark before the lines of a checkpointed call."""
+        self.lines.append(ir.BeginCheckpoint(call))
+        self.checkpoints.append([])
+
+    def end_checkpoint(self) -> None:
+        """Add the mark after a checkpointed call's lines, and forget the layouts made in it."""
+        self.lines.append(ir.EndCheckpoint())
+        for tensor, spec in self.checkpoints.pop():
+            tensor.versions.pop(spec, None)
+            tensor.no_grad_versions.pop(spec, None)
 
     def new_value(self) -> int:
         """Return the id of a new value."""
@@ -94,6 +109,8 @@ def redistributed(
     assignment.lines.append(ir.Redistribution(out, Ref(value), prog, grad and tensor.grad))
     assignment.time += seconds(prog)
     (tensor.no_grad_versions if tensor.grad and not grad else tensor.versions)[spec] = out
+    if assignment.checkpoints:
+        assignment.checkpoints[-1].append((tensor, spec))
     return out
 
 

@@ -21,6 +21,7 @@ from fshard.ops.core.call import map_call
 from fshard.ops.strategy import local_call
 from fshard.ops.strategy.strategy import Strategy
 from fshard.partition.ir import (
+    CheckpointedLines,
     ClosureTensor,
     Copy,
     CustomGradient,
@@ -137,6 +138,12 @@ def rank_graph(
                 target = _NamedFunction(line.region.__call__, "mapped_region")
                 values = [env[ref.value] for ref in line.operands]
                 env[line.out] = graph.call_function(target, (values,))
+            case CheckpointedLines():
+                used = [ref.value for ref in line.operands]
+                inner = compile_graph(rank_graph(line.lines, rank, used, line.outputs))
+                target = _NamedFunction(functools.partial(line.call.run, inner), "checkpointed")
+                operands = tuple(env[value] for value in used)
+                env[line.out] = graph.call_function(target, operands)
             case Copy():
                 env[line.out] = graph.call_function(torch.clone, (env[line.source.value],))
             case Write():
@@ -196,8 +203,8 @@ LOCAL_LINES = (
 
 RankCall = tuple[Any, tuple[Any, ...], dict[str, Any], Any]
 """Function, its arguments, and the shape and dtype of its result, None if it returns several."""
-PreparedLine = tuple[Line, tuple[RankCall, ...], tuple[int, ...]]
-"""Line, the calls of all ranks if it is an operation, and the values that it reads last."""
+PreparedLine = tuple[Line, tuple[Any, ...], tuple[int, ...]]
+"""Line, its calls on all ranks or the prepared lines in it, and the values that it reads last."""
 
 
 def prepare_lines(
@@ -210,9 +217,15 @@ def prepare_lines(
         if value not in outputs:
             dead[index] = (*dead.get(index, ()), value)
     return [
-        (line, tuple(_prepare_call(line, rank) for rank in mesh.ranks), dead.get(index, ()))
-        for index, line in enumerate(lines)
+        (line, _prepare_calls(line, mesh), dead.get(index, ())) for index, line in enumerate(lines)
     ]
+
+
+def _prepare_calls(line: Line, mesh: Mesh) -> tuple[Any, ...]:
+    """Return the calls of all ranks for an operation, and the prepared lines of a call."""
+    if isinstance(line, CheckpointedLines):
+        return tuple(prepare_lines(line.lines, mesh, line.outputs))
+    return tuple(_prepare_call(line, rank) for rank in mesh.ranks)
 
 
 def _prepare_call(line: Line, rank: int) -> RankCall:
@@ -262,6 +275,8 @@ def run_on_all_ranks(prepared: Sequence[PreparedLine], mesh: Mesh, env: dict[int
             case RegionCall():
                 locals_ = line.region([env[ref.value] for ref in line.operands])
                 env[line.out] = tuple(zip(*locals_, strict=True))
+            case CheckpointedLines():
+                env[line.out] = _run_checkpointed(line, mesh, calls, env)
             case Copy():
                 env[line.out] = tuple([x.clone() for x in env[line.source.value]])
             case Write():
@@ -270,6 +285,21 @@ def run_on_all_ranks(prepared: Sequence[PreparedLine], mesh: Mesh, env: dict[int
                     write_value(local, value)
         for operand in dead:
             del env[operand]
+
+
+def _run_checkpointed(
+    line: CheckpointedLines, mesh: Mesh, prepared: Sequence[PreparedLine], env: Mapping[int, Any]
+) -> tuple[Any, ...]:
+    """Run the lines of a checkpointed call; return the tuple of the results for every rank."""
+    values, n = [ref.value for ref in line.operands], mesh.size
+
+    def run(*shards: Any) -> tuple[Any, ...]:
+        inner = {value: shards[i * n : (i + 1) * n] for i, value in enumerate(values)}
+        run_on_all_ranks(prepared, mesh, inner)
+        return tuple(x for value in line.outputs for x in inner[value])
+
+    results = line.call.run(run, *(x for value in values for x in env[value]))
+    return tuple([results[rank::n] for rank in range(n)])
 
 
 def _run_calls(

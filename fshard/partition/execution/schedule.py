@@ -9,10 +9,15 @@ arXiv 2304.11277), and a result that is needed later is on its way meanwhile.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from fshard.partition.ir import (
+    BeginCheckpoint,
+    CheckpointedLines,
+    ClosureTensor,
+    EndCheckpoint,
     GradMode,
     LaunchBatch,
     Line,
@@ -63,14 +68,19 @@ class LaunchBucket:
         return True
 
 
-def schedule(lines: Sequence[Line], inputs: Collection[int]) -> list[Line]:
+def schedule(
+    lines: Sequence[Line], inputs: Collection[int], outputs: Collection[int] = ()
+) -> list[Line]:
     """Return the lines of a plan in the order of execution.
+
+    The lines of a checkpointed call become one line, and are scheduled among themselves.
 
     Args:
         lines: the lines.
         inputs: the value ids of the arguments.
+        outputs: the value ids of the results.
     """
-    lines = _hoisted(lines, inputs)
+    lines = _hoisted(_with_nested_calls(lines, outputs), inputs)
     buckets = _buckets(lines, inputs)
     moved = {move.out for bucket in buckets for move in bucket.moves}
     count = 1 + max([*inputs, *(line.out for line in lines if hasattr(line, "out"))], default=0)
@@ -171,3 +181,55 @@ def _local_bytes(prog: Program) -> int:
     """Return the bytes of the larger local of a program, on the first rank: equal on all ranks."""
     rank = prog.src.mesh.ranks[0]
     return max(prog.src.local_nbytes(rank), prog.dst.local_nbytes(rank))
+
+
+# -- checkpointed calls ------------------------------------------------------------------------
+
+
+def _with_nested_calls(lines: Sequence[Line], outputs: Collection[int]) -> list[Line]:
+    """Return lines in which those of every outermost checkpointed call are one line."""
+    last_use = {operand: i for i, line in enumerate(lines) for operand in operands_of(line)}
+    last_use.update(dict.fromkeys(outputs, len(lines)))
+    new_values = itertools.count(1 + max((getattr(x, "out", 0) for x in lines), default=0))
+    result: list[Line] = []
+    index = 0
+    while index < len(lines):
+        line = lines[index]
+        index += 1
+        if not isinstance(line, BeginCheckpoint):
+            result.append(line)
+            continue
+        end = _end_of_call(lines, index)
+        inner = lines[index:end]
+        index = end + 1
+        # Tensors that the function closes over are arguments of the call.
+        result += [x for x in inner if isinstance(x, ClosureTensor)]
+        inner = [x for x in inner if not isinstance(x, ClosureTensor)]
+        made = [x.out for x in inner if hasattr(x, "out")]
+        results = tuple(value for value in made if last_use.get(value, UNUSED) > end)
+        if not results:
+            result += [x for x in inner if not isinstance(x, BeginCheckpoint | EndCheckpoint)]
+            continue
+        used = dict.fromkeys(operand for x in inner for operand in operands_of(x))
+        operands = tuple(value for value in used if value not in set(made))
+        ordered = tuple(schedule(inner, operands, results))
+        out = next(new_values)
+        result.append(
+            CheckpointedLines(out, line.call, ordered, tuple(map(Ref, operands)), results)
+        )
+        result += [Pick(value, Ref(out), i) for i, value in enumerate(results)]
+    return result
+
+
+def _end_of_call(lines: Sequence[Line], start: int) -> int:
+    """Return the index of the mark that ends the call whose lines begin at `start`."""
+    depth = 1
+    for index in range(start, len(lines)):
+        match lines[index]:
+            case BeginCheckpoint():
+                depth += 1
+            case EndCheckpoint():
+                depth -= 1
+        if depth == 0:
+            return index
+    raise AssertionError("a checkpointed call has no end")

@@ -92,6 +92,7 @@ def functions(mesh: Mesh, options: dict[str, Any], form: str) -> dict[str, Funct
             for check in (True, "strict", "values", False)
         },
         **{f"around a body, check={check}": twice(f, options, form) for check, f in mapped.items()},
+        "in a partition": fs.partition(twice(layer, options, form), **specs),
         "around a partition": twice(fs.partition(layer, **specs), options, form),
         "around a program": twice(gathered, options, form),
     }
