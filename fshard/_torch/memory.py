@@ -12,6 +12,8 @@ from fshard._torch.modes import DisableTorchFunction
 
 lazy_clone: Callable[[torch.Tensor], torch.Tensor] = torch._lazy_clone
 """Return a copy that shares memory until one of the two is written."""
+flatten_all: Callable[[list[torch.Tensor]], torch.Tensor] = torch._C._nn.flatten_dense_tensors
+"""Return the elements of dense tensors one after the other, copied by one call."""
 storage_id: Callable[[torch.Tensor], int] = torch._C._storage_id  # type: ignore[attr-defined]
 """Return an id of the storage; raise for sparse tensors and wrappers of `torch.func`."""
 sparse_values: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor._values

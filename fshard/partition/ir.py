@@ -21,6 +21,7 @@ from fshard.ops.trace.checkpoints import CheckpointedCall
 from fshard.ops.trace.mapped_regions import MappedRegion
 from fshard.plan.batch.batch import Batch, batch_from_leaves
 from fshard.program.program import Program
+from fshard.run.autograd.linear_function import ProgramGroup
 from fshard.run.autograd.planned_gradient import OutputGradient
 from fshard.run.transports.shape_only import RecordedCollective
 
@@ -196,8 +197,13 @@ class LaunchBatch:
 
     out: int
     sources: tuple[Ref, ...]
-    programs: tuple[Program, ...]
+    group: ProgramGroup
     grad: bool
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """The programs, one for each source."""
+        return self.group.progs
 
     @property
     def batch(self) -> Batch:

@@ -14,13 +14,14 @@ from typing import NamedTuple
 import torch
 
 from fshard._torch.autograd_state import unviewed
+from fshard._torch.memory import flatten_all
 from fshard._torch.modes import current_dispatch_mode
 from fshard._util.cache import CACHE_SIZE
 from fshard.layout.mesh import Mesh
 from fshard.plan.batch.coalesce import buckets, coalesced, rounds, typed_step
 from fshard.program.cost.traffic import step_axes
 from fshard.program.program import Program, wire_specs
-from fshard.run.collective import Wire, launch_wire
+from fshard.run.collective import Wire, launch_wire, unchanged
 from fshard.run.interpreter import LocalFunction, stages
 from fshard.run.transports.base import Group, Parts, Transport, notify
 
@@ -30,25 +31,21 @@ FinishAll = Callable[[], tuple[torch.Tensor, ...]]
 
 
 def launch_all(
-    progs: tuple[Program, ...],
-    bucket_bytes: int | None,
-    transport: Transport,
-    xs: Sequence[torch.Tensor],
+    plans: Sequence[BucketPlan], transport: Transport, xs: Sequence[torch.Tensor]
 ) -> FinishAll:
     """Launch programs on this rank's locals; return the call that waits for the results.
 
     While the collectives of a bucket are under way, the bucket before it is finished.
 
     Args:
-        progs: one program per leaf.
-        bucket_bytes: bytes of a bucket, None for one bucket.
+        plans: the plans of all buckets for this rank.
         transport: this rank's transport.
         xs: one local per leaf.
     """
     ys = list(xs)
     previous: Iterator[None] = iter(())
     remaining = 0
-    for bucket in _bucket_plans(progs, bucket_bytes, transport.rank):
+    for bucket in plans:
         current = _run_bucket(bucket, transport, ys)
         next(current, None)
         for _ in previous:
@@ -93,10 +90,10 @@ class BucketPlan(NamedTuple):
 
 
 @lru_cache(maxsize=CACHE_SIZE)
-def _bucket_plans(
+def bucket_plans(
     progs: tuple[Program, ...], bucket_bytes: int | None, rank: int
 ) -> tuple[BucketPlan, ...]:
-    """Return the plans of all buckets for one rank."""
+    """Return the plans of all buckets for one rank; with None there is one bucket."""
     return tuple(_bucket_plan(progs, bucket, rank) for bucket in buckets(progs, bucket_bytes))
 
 
@@ -141,7 +138,8 @@ class _Leaf:
         functions = []
         for stage in self.stages[self.done : stop]:
             assert not isinstance(stage, Wire)
-            functions.append(stage)
+            if stage is not unchanged:
+                functions.append(stage)
         self.done = min(stop, len(self.stages))
         return ((leaf, tuple(functions)),) if functions else ()
 
@@ -227,7 +225,7 @@ def _launch_kind(
         return finish_one
     op, group, *_ = kind
     wires = [wire for _, wire in own_wires]
-    payloads = [wire.pack(ys[i]) for i, wire in own_wires]
+    payloads = [ys[i] if wire.pack is unchanged else wire.pack(ys[i]) for i, wire in own_wires]
     names = {name for _, name, _ in members}
     sent = sum(wire.sent for wire in wires) * kind[3].itemsize
     notify(names.pop() if len(names) == 1 else op, axes, sent, transport.rank)
@@ -249,15 +247,15 @@ def _launch_kind(
 
 
 def _send(
-    kind: Kind, wires: Sequence[Wire], payloads: Sequence[torch.Tensor], transport: Transport
+    kind: Kind, wires: Sequence[Wire], payloads: list[torch.Tensor], transport: Transport
 ) -> Callable[[], Parts]:
     """Launch concatenated payloads."""
     op, group, reduction, *_ = kind
     match op:
         case "all_gather":
-            return transport.all_gather(torch.cat([x.reshape(-1) for x in payloads]), group)
+            return transport.all_gather(flatten_all(payloads), group)
         case "all_reduce":
-            flat = torch.cat([x.reshape(-1) for x in payloads])
+            flat = flatten_all(payloads)
             # Modes that trace have no rule for a collective that writes its operand.
             owned = current_dispatch_mode() is None
             return transport.all_reduce(flat, reduction, group, owned=owned)

@@ -169,7 +169,7 @@ def _gather(member: _Member, src: Spec, dim: int, divisor: int) -> Wire:
         return y if divisor == 1 else over(y, divisor)
 
     sent = (n - 1) * math.prod(shape)
-    return Wire("all_gather", *member[:3], sent, _identity, unpack)
+    return Wire("all_gather", *member[:3], sent, unchanged, unpack)
 
 
 def _reduce(member: _Member, src: Spec, op: str, divisor: int) -> Wire:
@@ -180,7 +180,7 @@ def _reduce(member: _Member, src: Spec, op: str, divisor: int) -> Wire:
         return y if divisor == 1 else over(y, divisor)
 
     sent = ceil_share(2 * (n - 1), math.prod(shape), n)
-    return Wire("all_reduce", *member[:3], sent, _identity, unpack, op)
+    return Wire("all_reduce", *member[:3], sent, unchanged, unpack, op)
 
 
 def _scatter(member: _Member, dst: Spec, dim: int, op: str) -> Wire:
@@ -216,7 +216,8 @@ def _permute(member: _Member, src: Spec, dst: Spec) -> Wire:
     return Wire("all_to_all", *member[:3], sent, _flat, unpack, send=send, receive=receive)
 
 
-def _identity(x: torch.Tensor) -> torch.Tensor:
+def unchanged(x: torch.Tensor) -> torch.Tensor:
+    """Return the argument: the packing of a payload, or a step, that needs no work."""
     return x
 
 

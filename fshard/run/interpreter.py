@@ -36,7 +36,7 @@ from fshard.program.steps import (
     ShardedToUnreduced,
     Step,
 )
-from fshard.run.collective import Wire, exchange, launch_wire, wire_of
+from fshard.run.collective import Wire, exchange, launch_wire, unchanged, wire_of
 from fshard.run.transports.base import Finish, Group, Transport, notify
 from fshard.run.transports.reduce_dtypes import TensorFunction, as_dtype, neutral_like, over, times
 from fshard.run.transports.simulator import own_result, results_of
@@ -194,7 +194,7 @@ def _stage(
         case Cast(dtype):
             return lambda x: x if wire_dtype is not None else as_dtype(x, dtype)
         case _ if rank not in src.mesh and rank not in dst.mesh:
-            return lambda x: x
+            return unchanged
         case _ if 0 in src.shape:
             shape = dst.local_shape(rank) if rank in dst.mesh else (0,)
             return lambda x: x.new_empty(shape)
@@ -214,7 +214,7 @@ def _stage(
 def _local_step(step: LocalStep, src: Spec, dst: Spec, rank: int) -> LocalFunction:
     """Return one step that needs no communication as a function of the local."""
     if isinstance(step, Remesh):
-        return lambda x: x
+        return unchanged
     mesh, shape = src.mesh, dst.local_shape(rank)
     match step:
         case AllSlice(axes, dim):
@@ -222,10 +222,10 @@ def _local_step(step: LocalStep, src: Spec, dst: Spec, rank: int) -> LocalFuncti
             return _scaled_slice(dim, offset, shape[dim], _avg_factor(src, axes))
         case InvariantToReduced(axes, kind):
             divisor = mesh.axis_size(axes) if kind == "avg" else 1
-            return lambda x: over(x, divisor)
+            return unchanged if divisor == 1 else lambda x: over(x, divisor)
         case ReducedToInvariant(axes):
             factor = _avg_factor(src, axes)
-            return lambda x: times(x, factor)
+            return unchanged if factor == 1 else lambda x: times(x, factor)
         case ReplicatedToUnreduced(axes, kind):
             factor = _avg_factor(src, axes)
             if kind == "avg" or mesh.index(rank, axes) == 0:

@@ -40,7 +40,7 @@ from fshard.partition.ir import (
     operands_of,
     write_value,
 )
-from fshard.run.autograd.linear_function import FinishAll, ProgramGroup
+from fshard.run.autograd.linear_function import FinishAll
 from fshard.run.autograd.overlapped import launch_programs
 from fshard.run.autograd.replicate import replicate_shards
 
@@ -156,7 +156,7 @@ def rank_graph(
 def launch_line(line: LaunchBatch, *xs: torch.Tensor, on_shards: bool = False) -> FinishAll:
     """Launch a batch on this rank's locals, or on the shards of all ranks for each leaf in turn."""
     with torch.set_grad_enabled(line.grad):
-        return launch_programs(ProgramGroup(line.programs), xs, on_shards)
+        return launch_programs(line.group, xs, on_shards)
 
 
 def wait(finish: FinishAll) -> tuple[torch.Tensor, ...]:

@@ -32,6 +32,7 @@ from fshard.partition.ir import (
 from fshard.plan.batch.batch import BUCKET_BYTES
 from fshard.plan.batch.coalesce import LaunchKey, launch_keys
 from fshard.program.program import Program
+from fshard.run.autograd.linear_function import ProgramGroup
 
 LaunchKeys = tuple[LaunchKey, ...]
 MAX_HOISTED = 8
@@ -92,8 +93,8 @@ def schedule(
         if start == FIRST and bucket.sends:
             start, previous = previous, bucket.use
         sources = tuple(move.source for move in bucket.moves)
-        programs = tuple(move.program for move in bucket.moves)
-        before[start].append(LaunchBatch(launched, sources, programs, bucket.moves[0].grad))
+        group = ProgramGroup(tuple(move.program for move in bucket.moves))
+        before[start].append(LaunchBatch(launched, sources, group, bucket.moves[0].grad))
         before[bucket.use].append(WaitBatch(waited, Ref(launched)))
         before[bucket.use] += [
             Pick(move.out, Ref(waited), i) for i, move in enumerate(bucket.moves)

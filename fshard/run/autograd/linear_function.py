@@ -7,11 +7,11 @@ and minima are not linear: their gradient is `torch.amax`'s, shared equally betw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import zip_longest
-from typing import Any, Protocol, cast
+from itertools import compress, zip_longest
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
@@ -31,7 +31,7 @@ from fshard.layout.spec import Spec
 from fshard.plan.batch.coalesce import buckets, rounds
 from fshard.program.program import Program
 from fshard.run.autograd.max_min_gradient import extreme_gradient, linear_parts
-from fshard.run.bucketing import launch_all
+from fshard.run.bucketing import bucket_plans, launch_all
 from fshard.run.interpreter import launch, program_text, ranks_of, run_on_shards
 from fshard.run.transports.base import (
     LABEL,
@@ -49,6 +49,7 @@ from fshard.run.transports.reduce_dtypes import as_number
 from fshard.run.transports.shape_only import is_abstract, shape_transport
 from fshard.run.transports.simulator import run_ranks, run_together
 
+V = TypeVar("V")
 Tensors = tuple[torch.Tensor, ...]
 FinishAll = Callable[[], Tensors]
 
@@ -90,16 +91,37 @@ class ProgramGroup:
     progs: tuple[Program, ...]
     ranks: Mesh | None = None
     bucket_bytes: int | None = None
+    _derived: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
+    """Values that follow from the others: the hash of many programs takes longer than a launch."""
 
     @property
     def mesh(self) -> Mesh:
         """The mesh of the ranks."""
-        return self.ranks or ranks_of(*self.progs)
+        return self._cached("mesh", lambda: self.ranks or ranks_of(*self.progs))
 
     @property
     def T(self) -> ProgramGroup:  # noqa: N802
         """The transposed programs."""
-        return self.with_programs([prog.T for prog in self.progs])
+        return self._cached("T", lambda: self.with_programs([prog.T for prog in self.progs]))
+
+    @property
+    def text(self) -> str:
+        """The programs as text."""
+        return self._cached("text", lambda: program_text(*self.progs))
+
+    def transposed(self, present: tuple[bool, ...]) -> ProgramGroup:
+        """Return the transposes of the programs that are `present`."""
+        if all(present):
+            return self.T
+        programs = lambda: self.with_programs(compress(self.T.progs, present))  # noqa: E731
+        return self._cached(present, programs)
+
+    def _cached(self, key: Hashable, compute: Callable[[], V]) -> V:
+        """Return the derived value of a key, computed once."""
+        if key not in self._derived:
+            self._derived[key] = compute()
+        value: V = self._derived[key]
+        return value
 
     def wider(self, n: int) -> ProgramGroup:
         """Return the programs with one more dim of tensors, last, of size n: a `vmap`'s batch."""
@@ -112,7 +134,9 @@ class ProgramGroup:
     def launch(self, transport: Transport, xs: Tensors) -> FinishAll:
         """Launch the programs on this rank's locals."""
         if len(self.progs) > 1:
-            return launch_all(self.progs, self.bucket_bytes, transport, xs)
+            rank = transport.rank
+            plan = lambda: bucket_plans(self.progs, self.bucket_bytes, rank)  # noqa: E731
+            return launch_all(self._cached(rank, plan), transport, xs)
         finish = launch(self.progs[0], transport, xs[0])
         return lambda: (finish(),)
 
@@ -174,7 +198,7 @@ def launch_linear(op: LinearOp, xs: Tensors, where: str) -> FinishAll:
         return lambda: tuple(x.new_empty(0) for x in xs)
     if LABEL.get() is not None:
         return op.launch(transport, xs)
-    arguments = program_text(*op.progs) if isinstance(op, ProgramGroup) else ""
+    arguments = op.text if isinstance(op, ProgramGroup) else ""
     with labelled(Label(where, mesh, arguments=arguments)):
         return op.launch(transport, xs)
 

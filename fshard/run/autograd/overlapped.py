@@ -9,16 +9,14 @@ is waited for late in the backward pass; operations between the two are differen
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from itertools import compress
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from fshard._torch.autograd_state import unviewed
 from fshard._torch.functorch import apply_function, is_transformed
 from fshard._torch.legacy_vmap import is_legacy_batched
-from fshard._util.cache import CACHE_SIZE
 from fshard.layout.spec import Spec
 from fshard.run.autograd.linear_function import (
     FinishAll,
@@ -86,9 +84,14 @@ class _Flight:
     def launch_backward(self, grads: Gradients) -> None:
         """Launch the transposes for the leaves that have a cotangent on some rank."""
         n = self.op.mesh.size if self.on_shards else 1
+        present = tuple([g is not None for g in grads])
+        if n > 1:
+            present = tuple([any(present[i : i + n]) for i in range(0, len(grads), n)])
+        op = self.op.transposed(present)
+        if all([g is not None for g in grads]):  # noqa: C419
+            self.finish_backward = self._launch_transposes(op, cast("Tensors", grads))
+            return
         rows = [grads[i : i + n] for i in range(0, len(grads), n)]
-        present = tuple([any([g is not None for g in row]) for row in rows])  # noqa: C419
-        op = _transposed(self.op, present)
         cotangents = tuple(
             g for row, prog in zip(compress(rows, present), op.progs, strict=True)
             for g in _filled(row, prog.src)
@@ -110,12 +113,6 @@ class _Flight:
                 results = apply_linear(op, grads, self.on_shards)
                 return lambda: results
             return _launch(op, grads, self.on_shards)
-
-
-@lru_cache(maxsize=CACHE_SIZE)
-def _transposed(op: ProgramGroup, present: tuple[bool, ...]) -> ProgramGroup:
-    """Return the transposes of the programs that are `present`."""
-    return op.with_programs(prog.T for prog in compress(op.progs, present))
 
 
 def _filled(shards: Gradients, spec: Spec) -> Tensors:
