@@ -179,8 +179,17 @@ def leaf_names(tree: Any) -> list[str]:
     >>> leaf_names({"layers": [{"w": 1}, {"w": 2}]})
     ['layers.0.w', 'layers.1.w']
     """
+    return [".".join(str(key) for _, key in path) for path in leaf_paths(tree)]
+
+
+def leaf_paths(tree: Any) -> list[tuple[tuple[type, Any], ...]]:
+    """Return the types of the containers of every leaf, outermost first, and its keys in them.
+
+    >>> leaf_paths({"w": [1]})
+    [((<class 'dict'>, 'w'), (<class 'list'>, 0))]
+    """
     accessors = flatten(tree)[1].accessors()
-    return [".".join(str(entry.entry) for entry in accessor) for accessor in accessors]
+    return [tuple((entry.type, entry.entry) for entry in accessor) for accessor in accessors]
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

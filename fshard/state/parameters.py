@@ -171,7 +171,7 @@ def init(
                  "mesh=fs.Mesh(dp=2, tp=4)")  # fmt: skip
         (mesh,) = meshes
     mesh = as_mesh(mesh, where)
-    if _are_rules(specs):
+    if are_rules(specs):
         specs = match_rules(specs, shapes_of(fn, key, *args), mesh=mesh)
     part = partition(fn, mesh=mesh, in_specs=PartitionSpec(), out_specs=specs)
     key_pair = shard(key, mesh, PartitionSpec())
@@ -179,7 +179,8 @@ def init(
         return part(key_pair, *args)
 
 
-def _are_rules(specs: Any) -> bool:
+def are_rules(specs: Any) -> bool:
+    """Return True for a list of rules, as `match_rules` takes it."""
     return (
         isinstance(specs, list | tuple)
         and len(specs) > 0

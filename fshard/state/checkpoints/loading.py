@@ -1,0 +1,303 @@
+"""`fs.state.load`: each rank reads the bytes of its own slices, in any layout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fshard._util.errors import Problem, did_you_mean, fail, raise_if
+from fshard._util.text import plural
+from fshard.layout.mesh import Mesh, as_mesh
+from fshard.layout.partition_spec import PartitionSpec
+from fshard.layout.sharded import Sharded
+from fshard.layout.spec import Spec
+from fshard.layout.tree import broadcast_prefix, flatten, leaf_names, unflatten
+from fshard.run.creation import create_pair
+from fshard.state.checkpoints.checkpoint_index import (
+    HUGGING_FACE_INDEX,
+    INDEX,
+    CheckpointIndex,
+    StoredShard,
+    StoredTensor,
+    check_file_name,
+)
+from fshard.state.checkpoints.shard_files import ShardReader, checksum
+from fshard.state.parameters import are_rules, match_rules
+
+WHERE = "fs.state.load"
+
+
+def load(
+    directory: str | Path,
+    specs: Any = None,
+    /,
+    *,
+    mesh: Mesh | None = None,
+    device: torch.device | str | None = None,
+) -> Any:
+    """Load a checkpoint in any layout; each rank reads the bytes of its own slices.
+
+    Args:
+        directory: a directory that `fs.state.save` wrote, one with safetensors files of Hugging
+            Face, or one such file.
+        specs: pytree of `P` or `Spec`, a prefix of the saved tree, or rules as for
+            `fs.state.match_rules`. A tree with the names of the saved one may have containers of
+            other types, and the result has these. None loads whole tensors.
+        mesh: the mesh of each `P`; dims that it does not divide are chunked as `torch.chunk` does.
+        device: device of the tensors; PyTorch's default device by default.
+
+    Returns:
+        The tree: pairs for leaves with a spec, tensors for the others, and values other than
+        tensors as they were saved. A `Spec` of another dtype casts.
+
+    Raises:
+        ShardingError: files are missing, cut short, damaged or foreign, names or shapes are not
+            those of the specs, or a checksum of a shard that is read completely differs.
+
+    >>> import tempfile
+    >>> import torch
+    >>> import fshard as fs
+    >>> mesh = fs.Mesh(x=2)
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     _ = fs.state.save(directory, {"w": torch.arange(6.0).view(2, 3)})
+    ...     fs.state.load(directory, {"w": fs.P(None, "x")}, mesh=mesh)["w"].local
+    (tensor([[0., 1.],
+            [3., 4.]]), tensor([[2.],
+            [5.]]))
+    """
+    root = Path(directory)
+    index, reader = _open(root)
+    stored = index.tree
+    _check_files(reader.directory, index)
+    owner = None if mesh is None else as_mesh(mesh, WHERE)
+    if are_rules(specs):
+        specs = match_rules(specs, stored, mesh=owner)
+    layouts, leaves, treedef = _matched(specs, stored)
+    targets = _targets(layouts, leaves, owner)
+    return unflatten(treedef, [
+        _load(leaf, target, reader, device) if isinstance(leaf, StoredTensor) else leaf
+        for leaf, target in zip(leaves, targets, strict=True)
+    ])  # fmt: skip
+
+
+def verify(directory: str | Path, /) -> None:
+    """Read all bytes of a checkpoint and compare them with its checksums.
+
+    Args:
+        directory: a directory that `fs.state.save` wrote.
+
+    Raises:
+        ShardingError: lists every file and shard that is missing or damaged.
+
+    >>> import tempfile
+    >>> import torch
+    >>> import fshard as fs
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     _ = fs.state.save(directory, {"w": torch.ones(2)})
+    ...     fs.state.verify(directory)
+    """
+    index, reader = _open(Path(directory))
+    _check_files(reader.directory, index)
+    for tensor in index.tensors:
+        for shard in tensor.shards:
+            _read(tensor, shard, [(0, n) for n in shard.shape], reader)
+
+
+# -- files -------------------------------------------------------------------------------------
+
+
+def _open(root: Path) -> tuple[CheckpointIndex, ShardReader]:
+    """Return the index of a directory or file, and a reader of its files."""
+    if root.is_file():
+        reader = ShardReader(root.parent, WHERE)
+        return _hugging_face([root.name], reader), reader
+    reader = ShardReader(root, WHERE)
+    if (root / INDEX).exists():
+        return CheckpointIndex.read(root, WHERE), reader
+    path = root / HUGGING_FACE_INDEX
+    if path.exists():
+        try:
+            names = set(json.loads(path.read_text())["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            fail(WHERE, f"{path}: {type(error).__name__}: {error}",
+                 "the index must map names to files, as Hugging Face writes it",
+                 "download the file again")  # fmt: skip
+        return _hugging_face(
+            [check_file_name(n, WHERE, path) for n in sorted(names)], reader
+        ), reader
+    files = sorted(child.name for child in root.glob("*.safetensors"))
+    if not files:
+        return CheckpointIndex.read(root, WHERE), reader  # which says what is missing
+    return _hugging_face(files, reader), reader
+
+
+def _hugging_face(files: Sequence[str], reader: ShardReader) -> CheckpointIndex:
+    """Return the index of files with whole tensors."""
+    tree: dict[str, StoredTensor] = {}
+    for file in files:
+        for name in reader.file(file).keys():  # noqa: SIM118 - not a mapping
+            shape, dtype = reader.shape_and_dtype(file, name)
+            shard = StoredShard(file, name, (0,) * len(shape), shape)
+            tree[name] = StoredTensor(name, shape, dtype, (shard,))
+    sizes = {file: (reader.directory / file).stat().st_size for file in files}
+    return CheckpointIndex(tree, sizes, "")
+
+
+def _check_files(root: Path, index: CheckpointIndex) -> None:
+    """Raise `ShardingError` for files that are missing or have another size than they should."""
+    problems = []
+    for name, size in index.files.items():
+        path = root / name
+        try:
+            found = f"{path.stat().st_size:,} B"
+            is_whole = path.stat().st_size == size
+        except OSError:
+            found, is_whole = "missing", False
+        if not is_whole:
+            problems.append(Problem(f"{path}: {found}", f"the file must have {size:,} B",
+                                    "copy it again, or load an older checkpoint"))  # fmt: skip
+    raise_if(WHERE, problems)
+
+
+# -- layouts -----------------------------------------------------------------------------------
+
+
+def _matched(specs: Any, stored: Any) -> tuple[list[Any], list[Any], Any]:
+    """Return the layout and the stored leaf of every leaf of the result, and its structure."""
+    leaves, treedef = flatten(stored)
+    if specs is None:
+        return [None] * len(leaves), leaves, treedef
+    names, given = leaf_names(stored), leaf_names(specs)
+    if len(given) > 1 and sorted(names) == sorted(given):
+        by_name = dict(zip(names, leaves, strict=True))
+        layouts, other = flatten(specs)
+        return layouts, [by_name[name] for name in given], other
+    unknown = [name for name in given if not _covers(name, names)]
+    raise_if(WHERE, [
+        Problem(f"the spec of {name}", "specs must have the names of the checkpoint",
+                did_you_mean(name, names, f"it has {plural(len(names), 'leaf', 'leaves')}: "
+                             f"{', '.join(names[:5])}{', ...' if names[5:] else ''}"))
+        for name in unknown
+    ])  # fmt: skip
+    return broadcast_prefix(specs, stored, "specs", WHERE), leaves, treedef
+
+
+def _covers(name: str, names: Sequence[str]) -> bool:
+    return name == "" or any(other == name or other.startswith(f"{name}.") for other in names)
+
+
+def _targets(layouts: Sequence[Any], leaves: Sequence[Any], mesh: Mesh | None) -> list[Spec | None]:
+    """Return the spec of every tensor, None for one that is loaded whole."""
+    problems: list[Problem] = []
+    targets: list[Spec | None] = []
+    for layout, leaf in zip(layouts, leaves, strict=True):
+        targets.append(None)
+        if layout is None or not isinstance(leaf, StoredTensor):
+            continue
+        if isinstance(layout, Spec):
+            targets[-1] = layout
+            if layout.shape != leaf.shape:
+                problems.append(Problem(f"{leaf.name}: a spec {layout}",
+                                        f"its shape must be {leaf.shape}, that of the checkpoint",
+                                        f"layout.replace(shape={leaf.shape})"))  # fmt: skip
+        elif not isinstance(layout, PartitionSpec):
+            problems.append(
+                Problem(
+                    f"{leaf.name}: {layout!r} as its layout",
+                    "a layout must be a P, a Spec or None",
+                    "fs.P()",
+                )
+            )
+        elif mesh is None:
+            problems.append(
+                Problem(
+                    f"{leaf.name}: {layout!r} without a mesh",
+                    "the mesh of every P must be given",
+                    "mesh=fs.Mesh(x=2)",
+                )
+            )
+        else:
+            targets[-1] = Spec(mesh, layout, shape=leaf.shape, dtype=leaf.dtype, uneven="chunk")
+    raise_if(WHERE, problems)
+    return targets
+
+
+# -- values ------------------------------------------------------------------------------------
+
+
+def _load(
+    tensor: StoredTensor, spec: Spec | None, reader: ShardReader, device: torch.device | str | None
+) -> Any:
+    """Return a tensor of the checkpoint: a pair for a spec."""
+    if spec is None:
+        return _box(tensor, (0,) * len(tensor.shape), tensor.shape, reader).to(_device(device))
+    seed = torch.empty(0, device=device)
+
+    def create(
+        seed: torch.Tensor, offsets: tuple[int, ...], shape: tuple[int, ...]
+    ) -> torch.Tensor:
+        return _box(tensor, offsets, shape, reader).to(seed.device, spec.dtype)
+
+    pair: Sharded = create_pair(WHERE, spec, seed, create)
+    return pair
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    return torch.empty(0, device=device).device
+
+
+def _box(
+    tensor: StoredTensor, offsets: Sequence[int], shape: Sequence[int], reader: ShardReader
+) -> torch.Tensor:
+    """Return a box of a stored tensor, from all shards that it overlaps."""
+    parts = list(_overlaps(tensor, offsets, shape))
+    if len(parts) == 1 and parts[0][2] == tuple(shape):
+        shard, ranges, _, _ = parts[0]
+        return _read(tensor, shard, ranges, reader)
+    result = torch.empty(tuple(shape), dtype=tensor.dtype, device="cpu")
+    count = 0
+    for shard, ranges, size, start in parts:
+        target = result
+        for dim, (first, n) in enumerate(zip(start, size, strict=True)):
+            target = target.narrow(dim, first, n)
+        target.copy_(_read(tensor, shard, ranges, reader))
+        count += target.numel()
+    if count != result.numel():
+        fail(WHERE, f"{tensor.name}: shards with {count} of {result.numel()} elements of a box",
+             "the shards of a checkpoint must cover each element once",
+             "load an older checkpoint: the index was changed")  # fmt: skip
+    return result
+
+
+Overlap = tuple[StoredShard, list[tuple[int, int]], tuple[int, ...], tuple[int, ...]]
+"""A shard, the ranges in it, their sizes, and where they begin in the box."""
+
+
+def _overlaps(
+    tensor: StoredTensor, offsets: Sequence[int], shape: Sequence[int]
+) -> Iterator[Overlap]:
+    for shard in tensor.shards:
+        ranges, start = [], []
+        for first, size, other, n in zip(offsets, shape, shard.offsets, shard.shape, strict=True):
+            low, high = max(first, other), min(first + size, other + n)
+            ranges.append((low - other, high - other))
+            start.append(low - first)
+        if all(low < high for low, high in ranges):
+            yield shard, ranges, tuple(high - low for low, high in ranges), tuple(start)
+
+
+def _read(
+    tensor: StoredTensor, shard: StoredShard, ranges: list[tuple[int, int]], reader: ShardReader
+) -> torch.Tensor:
+    """Return ranges of a shard; its checksum is compared if they are all of it."""
+    x = reader.read(shard.file, shard.key, ranges, tensor.dtype)
+    if shard.crc32 is not None and x.shape == shard.shape and checksum(x) != shard.crc32:
+        path = reader.directory / shard.file
+        fail(WHERE, f"{tensor.name}: other bytes in {path} than were saved",
+             f"the checksum of {shard.key} must be {shard.crc32}",
+             "copy the file again, or load an older checkpoint")  # fmt: skip
+    return x

@@ -1,0 +1,134 @@
+"""Files of shards in the safetensors format, written whole and read by slices."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from fshard._util.errors import fail
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
+    "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+}  # fmt: skip
+"""Dtypes of the format. Tensors of complex128 are saved as pairs of float64."""
+
+
+def safetensors(where: str) -> ModuleType:
+    """Return the package; raise `ShardingError` if it is not installed."""
+    try:
+        import safetensors.torch
+    except ImportError:
+        fail(where, "no package safetensors", "checkpoints must have safetensors to read and write",
+             "pip install 'fshard[checkpoint]'")  # fmt: skip
+    package: ModuleType = safetensors
+    return package
+
+
+def as_stored(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on the CPU in contiguous memory of its own, of a dtype of the format."""
+    x = x.detach().cpu().resolve_conj().resolve_neg()
+    if x.dtype == torch.complex128:
+        x = torch.view_as_real(x)
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def checksum(x: torch.Tensor) -> int:
+    """Return the CRC-32 of the elements of a tensor on the CPU, in row-major order."""
+    x = x.contiguous()
+    if x.numel() == 0:
+        return 0
+    return zlib.crc32((ctypes.c_char * x.nbytes).from_address(x.data_ptr()))
+
+
+def write_file(path: Path, tensors: Mapping[str, torch.Tensor], where: str) -> int:
+    """Write tensors of `as_stored` to a file that is on the disk when this returns.
+
+    Returns:
+        The bytes of the file.
+    """
+    safetensors(where).torch.save_file(dict(tensors), path, metadata={"format": "pt"})
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    return path.stat().st_size
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file by another content: a crash leaves the old one or the new one."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with temporary.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    sync_directory(path.parent)
+
+
+def sync_directory(directory: Path) -> None:
+    """Write the names in a directory to the disk."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class ShardReader:
+    """Open files of one directory, of which slices are read."""
+
+    def __init__(self, directory: Path, where: str) -> None:
+        self.directory, self.where = directory, where
+        self.open: dict[str, Any] = {}
+
+    def file(self, name: str) -> Any:
+        """Return an open file; raise `ShardingError` if it is damaged."""
+        opened = self.open.get(name)
+        if opened is None:
+            package = safetensors(self.where)
+            try:
+                opened = package.safe_open(self.directory / name, framework="pt")
+            except (OSError, package.SafetensorError) as error:
+                fail(self.where, f"{self.directory / name}: {error}",
+                     "the files of a checkpoint must be whole safetensors files",
+                     "load an older checkpoint, or copy the file again")  # fmt: skip
+            self.open[name] = opened
+        return opened
+
+    def shape_and_dtype(self, file: str, key: str) -> tuple[tuple[int, ...], torch.dtype]:
+        """Return the shape and dtype of a tensor in a file."""
+        part = self.file(file).get_slice(key)
+        return tuple(part.get_shape()), DTYPES[part.get_dtype()]
+
+    def read(
+        self, file: str, key: str, ranges: Sequence[tuple[int, int]], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return a box of a tensor in a file; no other bytes are read.
+
+        Args:
+            file: name of the file.
+            key: name of the tensor in it.
+            ranges: first and last index, exclusive, in each dim.
+            dtype: dtype of the tensor that was saved.
+        """
+        opened = self.file(file)
+        if key not in opened.keys():  # noqa: SIM118 - not a mapping
+            fail(self.where, f"no {key!r} in {self.directory / file}",
+                 "the files of a checkpoint must be those of its index",
+                 "load an older checkpoint, or copy the files again")  # fmt: skip
+        if not ranges:
+            x = opened.get_tensor(key)
+        else:
+            x = opened.get_slice(key)[tuple(slice(a, b) for a, b in ranges)]
+        # The file's memory is not aligned for complex128.
+        result: torch.Tensor = torch.view_as_complex(x.clone()) if dtype == torch.complex128 else x
+        return result

@@ -1,0 +1,337 @@
+"""Checkpoints load in every layout, survive crashes, and refuse what is not theirs."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import OrderedDict, namedtuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fshard as fs
+from fshard import Mesh, P, Spec
+from fshard.layout.tree import flatten
+from tests.helpers.gloo.harness import run_ranks
+from tests.helpers.strategies import specs
+
+safetensors = pytest.importorskip("safetensors")
+
+MESH = Mesh(dp=2, tp=4)
+DTYPES = (
+    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int8,
+    torch.bool, torch.uint16, torch.complex64, torch.complex128, torch.float8_e4m3fn,
+)  # fmt: skip
+
+
+def values(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return (torch.arange(torch.Size(shape).numel()).view(shape) % 13).to(dtype)
+
+
+def state() -> dict[str, Any]:
+    """Return a tree of pairs, tensors and values on a 2x4 mesh."""
+    return {
+        "params": {
+            "w": fs.shard(values((8, 12)), MESH, P("dp", "tp")),
+            "b": fs.shard(values((7,)), MESH, P("tp")),
+            "scale": fs.shard(values(()), MESH, P()),
+        },
+        "moments": [fs.shard(values((4, 6), torch.bfloat16), MESH, P(None, ("tp", "dp")))],
+        "step": 3,
+        "rate": 0.1,
+        "name": "run",
+        "none": None,
+        "mask": torch.tensor([True, False]),
+    }
+
+
+def same(a: Any, b: Any) -> bool:
+    """Return True for equal trees; pairs count as their global tensors."""
+    a, b = (fs.state.tree_unshard(x) for x in (a, b))
+    left, right = flatten(a), flatten(b)
+    return left[1] == right[1] and all(
+        torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
+        for x, y in zip(left[0], right[0], strict=True)
+    )
+
+
+def test_every_leaf_loads_in_other_layouts_and_meshes(tmp_path: Path) -> None:
+    tree = state()
+    fs.state.save(tmp_path, tree)
+    assert same(fs.state.load(tmp_path), tree)
+    other = Mesh(x=3)
+    loaded = fs.state.load(
+        tmp_path,
+        {"params": P("x"), "moments": [P(None, "x")], "step": None, "rate": None, "name": None,
+         "none": None, "mask": None} | {"params": {"w": P("x"), "b": P("x"), "scale": P()}},
+        mesh=other,
+    )  # fmt: skip
+    assert same(loaded, tree)
+    assert str(loaded["params"]["w"].spec) == "f32[8@x:chunk,12]"
+    fs.state.verify(tmp_path)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.data())
+def test_any_layout_loads_as_any_other(tmp_path_factory: Any, data: Any) -> None:
+    directory = tmp_path_factory.mktemp("checkpoint")
+    linear = specs().filter(lambda spec: not spec.partition.unreduced_kinds)
+    src = data.draw(linear)
+    x = values(src.shape, src.dtype)
+    fs.state.save(directory, [fs.shard(x, src)])
+    mesh = data.draw(st.sampled_from([Mesh(a=1), Mesh(a=3), Mesh(a=2, b=2)]))
+    dims = data.draw(st.permutations([*mesh.axes, *[None] * src.ndim]))[: src.ndim]
+    (loaded,) = fs.state.load(directory, [P(*dims)], mesh=mesh)
+    assert torch.equal(fs.unshard(loaded), x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dtypes_are_kept(dtype: torch.dtype, tmp_path: Path) -> None:
+    x = values((4, 6), dtype)
+    fs.state.save(tmp_path, {"x": fs.shard(x, MESH, P("tp", "dp"))})
+    y = fs.state.load(tmp_path, P(None, "a"), mesh=Mesh(a=2))["x"]
+    assert y.dtype == dtype
+    assert torch.equal(torch.cat(y.local, 1).view(torch.uint8), x.view(torch.uint8))
+
+
+def test_specs_cast_and_name_containers(tmp_path: Path) -> None:
+    Moments = namedtuple("Moments", "mean square")
+    tree = {"opt": Moments(torch.ones(4), torch.zeros(4)), "o": OrderedDict(a=torch.ones(2))}
+    fs.state.save(tmp_path, tree)
+    loaded = fs.state.load(tmp_path)
+    assert isinstance(loaded["opt"], tuple)
+    spec = Spec(Mesh(x=2), P("x"), shape=(4,), dtype=torch.float64)
+    moments = fs.state.load(tmp_path, {"opt": Moments(spec, None), "o": {"a": None}})["opt"]
+    assert isinstance(moments, Moments)
+    assert moments.mean.dtype == torch.float64
+
+
+def test_replicas_are_written_once_and_shared_out(tmp_path: Path) -> None:
+    tree = {str(i): fs.shard(values((64,)), MESH, P()) for i in range(8)}
+    fs.state.save(tmp_path, tree)
+    index = json.loads((tmp_path / "index.json").read_text())
+    assert len(index["files"]) == 8
+    assert sum(index["files"].values()) < 8 * 64 * 4 + 8 * 400
+
+
+def test_rules_are_layouts(tmp_path: Path) -> None:
+    fs.state.save(tmp_path, {"a.weight": torch.ones(4, 4), "a.bias": torch.ones(4)})
+    rules = [(r".*\.weight", P("x")), (r".*\.bias", P())]
+    loaded = fs.state.load(tmp_path, rules, mesh=Mesh(x=2))
+    assert str(loaded["a.weight"].spec) == "f32[4@x,4]"
+
+
+# -- processes -------------------------------------------------------------------------------
+
+
+def load_on_rank(directory: str) -> list[bool]:
+    mesh = Mesh(x=3) if torch.distributed.get_world_size() == 3 else Mesh(a=2, b=2)
+    fs.init(mesh)
+    axis = mesh.axes[0]
+    values_ = dict.fromkeys(("step", "rate", "name", "none", "mask"))
+    layouts = {"params": P(), "moments": [P(None, axis)], **values_}
+    loaded = fs.state.load(directory, layouts, mesh=mesh)
+    saved = f"{directory}/again"
+    fs.state.save(saved, loaded, async_op=True).wait()
+    again = fs.state.load(saved)
+    return [
+        torch.equal(fs.unshard(loaded["params"]["w"]), values((8, 12))),
+        torch.equal(again["params"]["w"], values((8, 12))),
+        again["step"] == 3,
+    ]
+
+
+def test_processes_load_a_simulation_and_save_again(tmp_path: Path) -> None:
+    fs.state.save(tmp_path, state())
+    assert run_ranks(4, load_on_rank, str(tmp_path)) == [[True, True, True]] * 4
+
+
+def fail_on_rank(directory: str) -> str:
+    """Save a tree whose directory one rank cannot write: all ranks raise."""
+    fs.init(Mesh(x=2))
+    fs.state.save(directory, {"x": pair()})
+    rank = torch.distributed.get_rank()
+    from fshard.state.checkpoints import saving
+
+    def broken(*_: Any) -> int:
+        raise OSError("disk full")
+
+    original = saving.write_file
+    if rank == 1:
+        saving.write_file = broken
+    try:
+        fs.state.save(directory, {"x": fs.shard(torch.zeros(4), Mesh(x=2), P("x"))}, timeout=10)
+    except (fs.ShardingError, OSError) as error:
+        return str(error)
+    finally:
+        saving.write_file = original
+    return "saved"
+
+
+def test_failure_of_one_rank_is_every_ranks_and_keeps_the_old_checkpoint(tmp_path: Path) -> None:
+    texts = run_ranks(2, fail_on_rank, str(tmp_path))
+    assert all("disk full" in text for text in texts)
+    assert fs.state.load(tmp_path)["x"].tolist() == [1, 1, 1, 1]
+
+
+# -- crashes ---------------------------------------------------------------------------------
+
+SAVER = """
+import sys, torch, fshard as fs
+mesh, n = fs.Mesh(x=2), 0
+print("ready", flush=True)
+while True:
+    n += 1
+    x = torch.full((1 << 14,), float(n))
+    fs.state.save(sys.argv[1], {"x": fs.shard(x, mesh, fs.P("x")), "n": n})
+"""
+
+
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    """`FSHARD_KILLS` processes are killed while they save, 2 by default."""
+    chance = random.Random(5)
+    last = 0
+    for _ in range(int(os.environ.get("FSHARD_KILLS", "2"))):
+        process = subprocess.Popen(
+            [sys.executable, "-c", SAVER, str(tmp_path)], stdout=subprocess.PIPE
+        )
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(0.2 + chance.random() * 0.1)
+        process.send_signal(signal.SIGKILL)
+        process.wait(timeout=20)
+        process.stdout.close()
+        fs.state.verify(tmp_path)
+        loaded = fs.state.load(tmp_path)
+        assert torch.equal(loaded["x"], torch.full((1 << 14,), float(loaded["n"])))
+        last = loaded["n"]
+    assert last > 0
+    fs.state.save(tmp_path, {"done": True})
+    assert fs.state.load(tmp_path) == {"done": True}
+    assert [path.name for path in tmp_path.iterdir()] == ["index.json"]
+
+
+# -- bad files -------------------------------------------------------------------------------
+
+
+def index_of(directory: Path) -> tuple[Path, dict[str, Any]]:
+    path = directory / "index.json"
+    return path, json.loads(path.read_text())
+
+
+def rewrite(directory: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    path, content = index_of(directory)
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def shard_file(directory: Path) -> Path:
+    return min(directory.glob("*.safetensors"))
+
+
+def flip_last_byte(directory: Path) -> None:
+    path = shard_file(directory)
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(bytes(content))
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "truncated": (lambda d: os.truncate(shard_file(d), 40), "the file must have"),
+    "missing file": (lambda d: shard_file(d).unlink(), "missing"),
+    "changed byte": (flip_last_byte, "the checksum of"),
+    "no index": (lambda d: (d / "index.json").unlink() or [p.unlink() for p in d.glob("*s")],
+                 "must have index.json"),
+    "index cut short": (lambda d: os.truncate(d / "index.json", 30), "an index must be JSON"),
+    "foreign index": (lambda d: (d / "index.json").write_text("{}"), "format 'fshard'"),
+    "newer version": (lambda d: rewrite(d, lambda c: c.update(version=9)), "version must be 1"),
+    "path out of the directory": (
+        lambda d: rewrite(d, lambda c: c.update(files={"../secret": 3})), r"'\.\./secret'"),
+    "absolute path in a shard": (
+        lambda d: rewrite(d, lambda c: c["tensors"]["w"]["shards"][0].update(file="/etc/passwd")),
+        "must be a name in the directory"),
+    "no dtype": (
+        lambda d: rewrite(d, lambda c: c["tensors"]["w"].update(dtype="load")), "is not a dtype"),
+    "missing key": (lambda d: rewrite(d, lambda c: c["tensors"]["w"].pop("shape")), "KeyError"),
+    "hole": (lambda d: rewrite(d, lambda c: c["tensors"]["w"]["shards"].pop()),
+             "must cover each element once"),
+    "foreign key": (
+        lambda d: rewrite(d, lambda c: c["tensors"]["w"]["shards"][0].update(key="v")), "no 'v'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_checkpoints_are_refused(damage: str, tmp_path: Path) -> None:
+    change, message = DAMAGES[damage]
+    fs.state.save(tmp_path, {"w": fs.shard(values((8,)), Mesh(x=2), P("x"))})
+    change(tmp_path)
+    with pytest.raises(fs.ShardingError, match=message):
+        fs.state.load(tmp_path)
+
+
+def pair() -> fs.Sharded:
+    return fs.shard(torch.ones(4), Mesh(x=2), P("x"))
+
+
+BAD_SAVES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "object": (lambda d: fs.state.save(d, {"f": print}), "f: a builtin_function_or_method"),
+    "int key": (lambda d: fs.state.save(d, {1: pair()}), "the keys of dicts must be strings"),
+    "same names": (lambda d: fs.state.save(d, {"a.b": 1, "a": {"b": 2}}), "two leaves of the name"),
+    "unreduced": (
+        lambda d: fs.state.save(d, [fs.shard(torch.ones(2), Mesh(x=2), P(unreduced={"x"}))]),
+        "must not be unreduced"),
+    "simulated rank": (
+        lambda d: fs.simulate(Mesh(x=2), lambda: fs.state.save(d, [torch.ones(2)])),
+        r"outside of fs\.simulate"),
+    "other shape": (
+        lambda d: fs.state.load(d, {"x": Spec(Mesh(x=2), P("x"), shape=(6,))}),
+        r"its shape must be \(4,\)"),
+    "other name": (lambda d: fs.state.load(d, {"y": P("x")}, mesh=Mesh(x=2)), "the spec of y"),
+    "no mesh": (lambda d: fs.state.load(d, {"x": P("x")}), "the mesh of every P"),
+    "no layout": (lambda d: fs.state.load(d, {"x": "x"}), "a layout must be a P, a Spec or None"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_SAVES)
+def test_bad_arguments_are_refused_and_change_nothing(case: str, tmp_path: Path) -> None:
+    call, message = BAD_SAVES[case]
+    fs.state.save(tmp_path, {"x": pair()})
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(fs.ShardingError, match=message):
+        call(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+# -- files of others -------------------------------------------------------------------------
+
+
+def test_files_of_hugging_face_load_by_slices(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    parts = [{"a.weight": values((8, 4))}, {"b.weight": values((6,), torch.bfloat16)}]
+    names = [f"model-{i:05d}-of-00002.safetensors" for i in (1, 2)]
+    for name, part in zip(names, parts, strict=True):
+        save_file(part, tmp_path / name)
+    weight_map = {key: n for n, part in zip(names, parts, strict=True) for key in part}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    rules = [("a.*", P("x")), ("b.*", P("x"))]
+    loaded = fs.state.load(tmp_path, rules, mesh=Mesh(x=2))
+    for part in parts:
+        for key, x in part.items():
+            assert torch.equal(fs.unshard(loaded[key]), x)
+    single = fs.state.load(tmp_path / names[0])
+    assert torch.equal(single["a.weight"], values((8, 4)))
+    evil = {"weight_map": {"a": "../x.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(evil))
+    with pytest.raises(fs.ShardingError, match="must be a name in the directory"):
+        fs.state.load(tmp_path)
