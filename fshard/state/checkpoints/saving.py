@@ -312,7 +312,17 @@ class _Writer:
 
 
 class Saving:
-    """A save that is under way; `fs.state.save` makes it."""
+    """Save that is under way, as `fs.state.save` returns it.
+
+    >>> import tempfile
+    >>> import torch
+    >>> import fshard as fs
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     saving = fs.state.save(directory, {"w": torch.ones(2)}, async_op=True)
+    ...     saving.wait()
+    >>> saving.is_done
+    True
+    """
 
     def __init__(
         self, writer: _Writer, tensors: dict[int, dict[str, torch.Tensor]], async_op: bool
