@@ -6,6 +6,7 @@ cost no Python call.
 
 - `autograd_state`: grad mode, autocast, running backward passes, views.
 - `functorch`: transforms of `torch.func`, fast `autograd.Function.apply`.
+- `forward_level`: the level of forward mode, shared by simulated ranks.
 - `legacy_vmap`: batches of `torch.autograd.grad(is_grads_batched=True)`.
 - `modes`: function modes, dispatch modes.
 - `thread_state`: per-thread settings that move to another thread.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import Any
 
@@ -36,3 +37,37 @@ def unviewed(x: torch.Tensor) -> torch.Tensor:
     unsafe_view = UNSAFE_VIEW if torch.compiler.is_compiling() else UNSAFE_VIEW._op
     result: torch.Tensor = unsafe_view(x, x.shape)
     return result
+
+
+_ORDERED = 1 << 60
+"""Sequence numbers from here on are of nodes that `order_nodes` has ordered."""
+_GRAPHS = itertools.count()
+
+
+def order_nodes(outputs: Iterable[torch.Tensor], earlier: Iterable[torch.Tensor]) -> None:
+    """Order the nodes behind `outputs` after those behind `earlier`, and all ordered before.
+
+    Backward runs nodes in the reverse order of their creation, which each thread counts for itself.
+    Graphs of one rank may come from several threads; its collectives must run in one order.
+    """
+    seen: set[Any] = set()
+    _collect_nodes(earlier, seen)
+    nodes = _collect_nodes(outputs, seen)
+    if nodes:
+        numbers = [node._sequence_nr() for node in nodes]
+        start = _ORDERED + (next(_GRAPHS) << 32) - min(numbers)
+        for node, number in zip(nodes, numbers, strict=True):
+            node._set_sequence_nr(start + number)
+
+
+def _collect_nodes(ys: Iterable[torch.Tensor], seen: set[Any]) -> list[Any]:
+    """Return nodes behind tensors that are not in `seen`, to which they are added, nor ordered."""
+    nodes, todo = [], [y.grad_fn for y in ys]
+    while todo:
+        node: Any = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            if node._sequence_nr() < _ORDERED:
+                nodes.append(node)
+                todo += [following for following, _ in node.next_functions]
+    return nodes

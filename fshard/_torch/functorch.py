@@ -8,6 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from torch._C._functorch import TransformType
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
@@ -25,6 +26,9 @@ get_unwrapped: Callable[[torch.Tensor], torch.Tensor] = torch._C._functorch.get_
 unwrap_if_dead: Callable[[torch.Tensor], torch.Tensor] = torch._C._functorch.unwrap_if_dead
 add_batch_dim: Callable[[torch.Tensor, int, int], torch.Tensor] = torch._add_batch_dim
 """`add_batch_dim(x, dim, level)`: make `dim` of `x` the batch dim of a `vmap` level."""
+
+set_forward_mode = forward_ad._set_fwd_grad_enabled
+"""`set_forward_mode(True)`: context in which tangents propagate; PyTorch calls a `jvp` without."""
 
 without_transforms = temporarily_clear_interpreter_stack
 """Context in which no transform of `torch.func` runs: `grad` wraps even tensors made anew."""
@@ -64,3 +68,50 @@ def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
         return function.apply(*args)
     unwrapped = [unwrap_if_dead(x) if isinstance(x, torch.Tensor) else x for x in args]
     return super(torch.autograd.Function, function).apply(*unwrapped)  # type: ignore[misc]
+
+
+def is_foreign(x: torch.Tensor) -> bool:
+    """Return True for a tensor that wraps another one for a transform of another thread."""
+    level = torch._C._functorch.maybe_get_level(x)
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    keys = [item.key() for item in stack if item.level() == level]
+    return (TransformType.Vmap in keys) is not is_batched(x) if keys else True
+
+
+def innermost_level(x: torch.Tensor) -> int | None:
+    """Return the innermost level at which a derivative for `x` may be taken, None without one.
+
+    Levels are those of `torch.func`; 0 is ordinary autograd, in reverse or forward mode.
+    """
+    jvp_levels: set[int] | None = None
+    x = unwrap_if_dead(x)
+    while is_wrapped(x):
+        if not is_batched(x):
+            if jvp_levels is None:
+                stack = torch._C._functorch.get_interpreter_stack() or ()
+                jvp_levels = {item.level() for item in stack if item.key() == TransformType.Jvp}
+            level = torch._C._functorch.maybe_get_level(x)
+            if x.requires_grad or (level in jvp_levels and x.dtype.is_floating_point):
+                return level
+        x = unwrap_if_dead(get_unwrapped(x))
+    if x.requires_grad:
+        return 0
+    if transforms_active() or forward_ad._current_level < 0:
+        return None
+    return None if forward_ad.unpack_dual(x).tangent is None else 0
+
+
+def with_batch_at(x: torch.Tensor, dim: int | None, position: int, n: int) -> torch.Tensor:
+    """Move the batch dim of `x` to a position; repeat a tensor without one n times.
+
+    >>> with_batch_at(torch.zeros(3, 2), 1, 0, 2).shape, with_batch_at(torch.ones(3), None, 1, 2)
+    (torch.Size([2, 3]), tensor([[1., 1.],
+            [1., 1.],
+            [1., 1.]]))
+    """
+    if dim is not None:
+        return x.movedim(dim, position)
+    x = x.unsqueeze(position)
+    shape = list(x.shape)
+    shape[position] = n
+    return x.expand(shape)

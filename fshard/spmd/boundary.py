@@ -18,6 +18,7 @@ from fshard.layout.spec import Spec
 from fshard.layout.tree import flatten, map_leaves, opaque_problem, paths
 from fshard.plan.redistribute import redistribute
 from fshard.program.program import Program
+from fshard.run.autograd.linear_function import is_differentiated
 from fshard.run.autograd.replicate import with_equal_gradients
 from fshard.run.execute import check_local, check_shards
 from fshard.run.global_tensors import check_sharding, shard, shards_of
@@ -127,7 +128,7 @@ def plan_arguments(
             check_sharding(value, spec)
             if transport is None:
                 shards = partial(shards_of, spec=spec)
-                if not (value.requires_grad and torch.is_grad_enabled()):
+                if not is_differentiated(value):
                     return Argument(path, spec, shards)
                 compared = partial(same_gradients, where, path, spec, typed)
                 return Argument(path, spec, lambda x: compared(shards(x)))

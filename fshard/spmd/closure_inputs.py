@@ -8,17 +8,24 @@ A history whose tensor is not found is followed down to its leaves, by every ran
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch.autograd.graph import get_gradient_edge
+from torch.overrides import TorchFunctionMode
 
 from fshard._torch.autograd_state import backward_hooks_of
+from fshard._torch.functorch import innermost_level, is_foreign, is_wrapped, unwrap_if_dead
 from fshard._util.code_names import global_names
-from fshard.layout.tree import flatten, is_pair
+from fshard._util.errors import fail
+from fshard._util.tracebacks import runs_users_operation
+from fshard.layout.tree import flatten, is_pair, map_leaves
+
+Tree = TypeVar("Tree")
 
 Edge = tuple[Any, int]
 """A node of an autograd graph and the index of its output: the identity of a tensor there."""
@@ -37,7 +44,7 @@ def find_closure_inputs(
     args = {_edge(x) for x in xs if x.requires_grad}
     if _find_ends(roots, args).keys() <= args:
         return ()
-    reachable = {_edge(x): x for x in _reachable_tensors(fn)}
+    reachable = {_edge(x): x for x in _reachable_tensors(fn) if x.grad_fn is not None}
     while True:
         inputs = [edge for edge in _find_ends(roots, {*args, *reachable}) if edge not in args]
         ends = set(inputs)
@@ -47,6 +54,90 @@ def find_closure_inputs(
             return tuple(reachable[e] if e in reachable else e[0].variable for e in inputs)
         for edge in dependent:
             del reachable[edge]
+
+
+def find_transformed_closures(fn: Callable[..., Any]) -> tuple[torch.Tensor, ...]:
+    """Return the tensors that `fn` can reach and that a running transform concerns."""
+    tensors = {id(x): x for x in _reachable_tensors(fn)}
+    return tuple(
+        x
+        for x in tensors.values()
+        if is_wrapped(unwrap_if_dead(x)) or innermost_level(x) is not None
+    )
+
+
+class ReplacingMode(TorchFunctionMode):
+    """Function mode of a rank that replaces tensors from outside of it by its own.
+
+    Raises `ShardingError` for others of a transform that does not run in this thread.
+    """
+
+    def __init__(self, where: str, replacements: Mapping[int, torch.Tensor]) -> None:
+        super().__init__()
+        self.where, self.replacements = where, replacements
+        self.active = False
+
+    @runs_users_operation
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if kwargs:
+            return func(*self.replaced(args), **self.replaced(kwargs))
+        return func(*self.replaced(args))
+
+    def replaced(self, value: Any) -> Any:
+        """Return a value with replaced tensors: one, or a tuple, list or dict."""
+        if isinstance(value, torch.Tensor):
+            replacement = self.replacements.get(id(value))
+            if replacement is not None:
+                return replacement
+            if is_wrapped(value) and is_foreign(value):
+                refuse_closure(self.where, value)
+        elif type(value) in (tuple, list):
+            return type(value)(map(self.replaced, value))
+        elif type(value) is dict:
+            return {key: self.replaced(item) for key, item in value.items()}
+        return value
+
+
+def refuse_closure(where: str, x: torch.Tensor) -> NoReturn:
+    """Raise for a tensor from outside of a function, which does not visibly refer to it."""
+    fail(where, f"a tensor of shape {tuple(x.shape)} with a gradient or a batch, from outside of "
+         "the function, under a transform of torch.func",
+         "it must be an argument, or in a closure, global, module or container that the function "
+         "refers to", "pass it as an argument with P(), or detach() it before")  # fmt: skip
+
+
+_REPLACING: ContextVar[ReplacingMode | None] = ContextVar("fshard_replacing", default=None)
+
+
+@contextmanager
+def replacing(
+    where: str, closures: Sequence[torch.Tensor], locals_: Sequence[torch.Tensor]
+) -> Iterator[None]:
+    """Replace closures by a rank's own tensors in functions called by `call_function`."""
+    replacements = {id(x): local for x, local in zip(closures, locals_, strict=True)}
+    token = _REPLACING.set(ReplacingMode(where, replacements))
+    try:
+        yield
+    finally:
+        _REPLACING.reset(token)
+
+
+def call_function(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return `fn(*args, **kwargs)`, a mapped function of one rank, its closures replaced."""
+    mode = _REPLACING.get()
+    if mode is None or mode.active:
+        return fn(*args, **kwargs)
+    mode.active = True
+    with mode:
+        return fn(*args, **kwargs)
+
+
+def replaced_closures(tree: Tree) -> Tree:
+    """Return a tree in whose place tensors are the rank's own, for code that no mode sees."""
+    mode = _REPLACING.get()
+    if mode is None:
+        return tree
+    return map_leaves(mode.replaced, tree)
 
 
 def graph_leaves(ys: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -98,7 +189,7 @@ def _find_ends(roots: Iterable[Edge], stops: Set[Edge]) -> dict[Edge, None]:
 
 
 def _reachable_tensors(fn: Callable[..., Any]) -> Iterator[torch.Tensor]:
-    """Yield tensors with a history that a function can reach without receiving them.
+    """Yield tensors that a function can reach without receiving them.
 
     They are in its closure, its defaults, the globals it names, the object it is a method of,
     modules among these, arguments bound by `functools.partial`, and containers of them.
@@ -113,8 +204,7 @@ def _reachable_tensors(fn: Callable[..., Any]) -> Iterator[torch.Tensor]:
         seen.add(id(value))
         alive.append(value)
         if isinstance(value, torch.Tensor):
-            if value.grad_fn is not None:
-                yield value
+            yield value
         elif isinstance(value, FunctionType):
             todo += _function_values(value)
         elif isinstance(value, MethodType):

@@ -13,6 +13,7 @@ import torch
 
 from fshard._torch.checkpointing import checkpoint_form
 from fshard._torch.dynamo import skip_frames_below
+from fshard._torch.functorch import is_transformed
 from fshard._util.cache import BoundedDict
 from fshard._util.errors import fail, raise_if
 from fshard._util.tracebacks import hide_frames
@@ -43,9 +44,10 @@ from fshard.spmd.boundary import (
     result_specs,
     same_gradients,
 )
+from fshard.spmd.closure_inputs import call_function, replaced_closures
 from fshard.spmd.in_specs import ArgSignature, Argument, PathSpec, match_specs, read_placements
 from fshard.spmd.mesh_scope import Scope, check_check, local_map_scope, shard_map_scope
-from fshard.spmd.simulated_map import check_untransformed, map_ranks, run_body
+from fshard.spmd.simulated_map import map_ranks, run_body
 from fshard.spmd.tracking.out_spec_check import NonTensor, check_replicas, non_tensor_problem
 from fshard.spmd.tracking.tracker import Tracker
 from fshard.spmd.tracking.typed_body import (
@@ -158,6 +160,7 @@ class MappedFunction:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call; with `check="collectives"` its collectives are compared."""
+        args, kwargs = replaced_closures((args, kwargs))
         recorder = MAP_RECORDER.get()
         if recorder is not None:
             return recorder(self, args, kwargs)
@@ -189,7 +192,7 @@ class MappedFunction:
         tracker = None if outer is None else current_tracker()
         # Transports end with their simulation or process groups; their ranks recur.
         rank = None if transport is None else (transport.rank, is_simulated())
-        key: list[Any] = [rank, torch.is_grad_enabled()]
+        key: list[Any] = [rank, torch.is_grad_enabled(), is_transformed()]
         if outer is not None:
             key += (outer.mesh, outer.axes)
         values: list[Any] = []
@@ -293,7 +296,6 @@ class MappedCall:
 
     def run_all(self) -> Any:
         """Run as every rank of a simulation."""
-        check_untransformed(self.function.where)
         columns, ranks = self.locals_(), self.scope.mesh.ranks
         rows = list(zip(*columns, strict=True)) if columns else [()] * len(ranks)
         fn, check = self.function.fn, self.check_agreement
@@ -331,10 +333,10 @@ class MappedCall:
         args, kwargs = unflatten(self.plan.treedef, self.inputs(locals_))
         tracker = self.outer or new_tracker(function.check, self.scope, function.where)
         if tracker is None:
-            return self.record_result(rank, function.fn(*args, **kwargs))[1]
+            return self.record_result(rank, call_function(function.fn, args, kwargs))[1]
         set_argument_types(tracker, self.scope, self.arguments, self.values, locals_)
         with track_body(tracker, inner=self.outer is not None):
-            result = function.fn(*args, **kwargs)
+            result = call_function(function.fn, args, kwargs)
             with tracker.pause():
                 tree, ys = self.record_result(rank, result)
             path_specs = function.specs_of(tree)

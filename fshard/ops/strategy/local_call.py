@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fshard._torch.functorch import set_forward_mode
 from fshard._util.errors import fail
 from fshard.layout.spec import Spec
 from fshard.ops.core.call import map_instances, schema_arguments
@@ -165,7 +166,8 @@ class _Attached(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor, *_: Any) -> torch.Tensor:
-        return tangent.view_as(tangent)
+        with set_forward_mode(True):
+            return tangent.view_as(tangent)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:

@@ -19,12 +19,12 @@ from fshard._torch.autograd_state import is_view, unviewed, view_base
 from fshard._torch.functorch import (
     add_batch_dim,
     apply_function,
-    forward_ad_level,
     is_transformed,
+    set_forward_mode,
+    with_batch_at,
 )
 from fshard._torch.legacy_vmap import is_legacy_batched, nesting_level, unwrap
 from fshard._util.cache import CACHE_SIZE
-from fshard._util.errors import fail
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
@@ -40,14 +40,13 @@ from fshard.run.transports.base import (
     backward_phase,
     check_ranks,
     current_rank,
-    is_simulated,
     labelled,
     unobserved,
 )
 from fshard.run.transports.divergence_report import backward_label
 from fshard.run.transports.reduce_dtypes import as_number
 from fshard.run.transports.shape_only import is_abstract, shape_transport
-from fshard.run.transports.simulator import run_ranks, run_together
+from fshard.run.transports.simulator import SimulatedRank, run_ranks, run_together
 
 V = TypeVar("V")
 Tensors = tuple[torch.Tensor, ...]
@@ -177,22 +176,15 @@ def launch_linear(op: LinearOp, xs: Tensors, where: str) -> FinishAll:
     Call it under `torch.no_grad()` where a local requires grad; `apply_linear` adds the gradient.
 
     Raises:
-        ShardingError: without a rank, in forward mode on a simulated rank, and for meta and fake
-            tensors that are recorded in a graph.
+        ShardingError: without a rank, and for meta and fake tensors that are recorded in a graph.
     """
     mesh = op.mesh
     if is_abstract(xs[0]):
         with unobserved():
             return op.launch(shape_transport(mesh, where), xs)
     transport = current_rank(mesh, where)
-    if forward_ad_level() >= 0 and is_simulated():
-        label = LABEL.get()
-        fail(
-            where if label is None else label.name,
-            "a simulated rank in forward mode: torch.func.jvp, jacfwd, or a dual_level",
-            "PyTorch has one level of forward mode for the process; ranks in turn would share it",
-            "torch.func.vjp or jacrev; forward mode is for ranks that are processes, by torchrun",
-        )
+    if isinstance(transport, SimulatedRank):
+        transport.world.share_forward_level()
     if transport.rank not in mesh:
         check_ranks(mesh, transport, where)
         return lambda: tuple(x.new_empty(0) for x in xs)
@@ -268,10 +260,7 @@ def _with_empty_batch(ys: Tensors, n: int) -> Tensors:
 
 def _with_batch_last(xs: Tensors, dims: Sequence[int | None], n: int) -> Tensors:
     """Move the dims that `vmap` maps to the end; a tensor without one is repeated n times."""
-    return tuple(
-        x.unsqueeze(-1).expand(*x.shape, n) if dim is None else x.movedim(dim, -1)
-        for x, dim in zip(xs, dims, strict=True)
-    )
+    return tuple(with_batch_at(x, dim, -1, n) for x, dim in zip(xs, dims, strict=True))
 
 
 def is_differentiated(*xs: torch.Tensor) -> bool:
@@ -379,14 +368,15 @@ class _Extreme(torch.autograd.Function):
         ctx.op, ctx.on_shards, *xs = inputs
         ctx.n, ctx.label = len(xs), backward_label()
         ctx.save_for_backward(*xs, *output)
+        ctx.save_for_forward(*xs, *output)
 
     @staticmethod
-    def jvp(ctx: Any, *_: Any) -> Any:
-        label = LABEL.get()
-        fail("a collective" if label is None else label.name,
-             "a maximum or minimum of a tensor with a tangent",
-             "in forward mode sums and movements have a derivative, maxima and minima in reverse",
-             "torch.func.vjp, or torch.autograd.grad without a dual_level")  # fmt: skip
+    def jvp(ctx: Any, _: None, __: None, *tangents: torch.Tensor) -> Tensors:
+        with set_forward_mode(True), labelled(ctx.label):
+            masks, totals, replicate_grad = _ties(ctx)
+            return apply_linear(
+                replicate_grad.T, tuple(map(_shared, tangents, masks, totals)), ctx.on_shards
+            )
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, op: ProgramGroup, on_shards: bool, *xs: Any) -> Any:
@@ -396,15 +386,24 @@ class _Extreme(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        xs, ys = ctx.saved_tensors[: ctx.n], ctx.saved_tensors[ctx.n :]
-        op, on_shards = ctx.op, ctx.on_shards
-        progs = zip(*map(extreme_gradient, op.progs), strict=True)
-        count, replicate, replicate_grad = (op.with_programs(group) for group in progs)
         with backward_phase(ctx.label):
-            extremes = apply_linear(replicate, tuple(y.detach() for y in ys), on_shards)
-            extremes = _reshape_like(xs, extremes)
-            pairs = zip(_as_sent(op, xs), extremes, strict=True)
-            masks = tuple((x == y).to(x.dtype) for x, y in pairs)
-            totals = _reshape_like(xs, apply_linear(count, masks, on_shards))
-            cotangents = _reshape_like(xs, apply_linear(replicate_grad, grads, on_shards))
-        return (None, None, *map(_shared, cotangents, masks, totals))
+            masks, totals, replicate_grad = _ties(ctx)
+            cotangents = apply_linear(replicate_grad, grads, ctx.on_shards)
+        return (None, None, *map(_shared, _reshape_like(masks, cotangents), masks, totals))
+
+
+def _ties(ctx: Any) -> tuple[Tensors, Tensors, ProgramGroup]:
+    """Return masks of the elements that attain an extreme, their numbers, and a program.
+
+    The program replicates cotangents; its transpose sums what the ranks hold of a tangent.
+    """
+    xs, ys = ctx.saved_tensors[: ctx.n], ctx.saved_tensors[ctx.n :]
+    op, on_shards = ctx.op, ctx.on_shards
+    progs = zip(*map(extreme_gradient, op.progs), strict=True)
+    count, replicate, replicate_grad = (op.with_programs(group) for group in progs)
+    extremes = apply_linear(replicate, tuple(y.detach() for y in ys), on_shards)
+    extremes = _reshape_like(xs, extremes)
+    pairs = zip(_as_sent(op, xs), extremes, strict=True)
+    masks = tuple((x == y).to(x.dtype) for x, y in pairs)
+    totals = _reshape_like(xs, apply_linear(count, masks, on_shards))
+    return masks, totals, replicate_grad

@@ -10,15 +10,26 @@ from typing import Any
 
 import torch
 
-from fshard._torch.functorch import apply_function
+from fshard._torch.functorch import (
+    apply_function,
+    is_transformed,
+    set_forward_mode,
+    with_batch_at,
+)
 from fshard._torch.legacy_vmap import map_batch_dims
+from fshard._torch.modes import without_dispatch_modes
 from fshard.run.transports.shape_only import is_abstract
+
+
+def _batches(
+    n: int, dims: Sequence[int | None], xs: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """Return batches of n elements, as dim 0, from tensors with a batch dim and without one."""
+    return tuple(with_batch_at(x, dim, 0, n) for x, dim in zip(xs, dims, strict=True))
 
 
 class _Spread(torch.autograd.Function):
     """Copy a tensor to n ranks; the cotangent is invariant, so that of any rank."""
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(n: int, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -31,6 +42,10 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, _: None, tangent: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return replicate_shards(tangent, ctx.n)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Sequence[int | None], n: int, x: torch.Tensor) -> Any:
+        return replicate_shards(x, n), (in_dims[1],) * n
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
@@ -47,8 +62,6 @@ def replicate_shards(x: torch.Tensor, n: int) -> tuple[torch.Tensor, ...]:
 class _First(torch.autograd.Function):
     """Take one of n equal tensors; the cotangent goes to every rank."""
 
-    generate_vmap_rule = True
-
     @staticmethod
     def forward(*xs: torch.Tensor) -> torch.Tensor:
         return xs[0].detach()
@@ -59,7 +72,11 @@ class _First(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor) -> torch.Tensor:
-        return tangents[0].clone()
+        return replicated_value(tangents)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Sequence[int | None], *xs: torch.Tensor) -> Any:
+        return replicated_value(_batches(info.batch_size, in_dims, xs)), 0
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
@@ -76,8 +93,6 @@ def replicated_value(xs: Sequence[torch.Tensor]) -> torch.Tensor:
 class _EqualGradients(torch.autograd.Function):
     """Keep tensors; in the backward pass compare the cotangents of every group."""
 
-    generate_vmap_rule = True
-
     @staticmethod
     def forward(groups: Groups, refuse: Refuse, *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(x.view_as(x) for x in xs)
@@ -88,15 +103,19 @@ class _EqualGradients(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, _: None, __: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(tangent.view_as(tangent) for tangent in tangents)
+        with set_forward_mode(True):
+            return tuple(tangent.view_as(tangent) for tangent in tangents)
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: Sequence[int | None], groups: Groups, refuse: Refuse, *xs: torch.Tensor
+    ) -> Any:
+        return apply_function(_EqualGradients, groups, refuse, *xs), in_dims[2:]
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         def compare(xs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-            for first, *rest in () if is_abstract(xs[0]) else ctx.groups:
-                for i in rest:
-                    if not are_close(xs[first], xs[i]):
-                        ctx.refuse(first, i)
+            compare_values(xs, ctx.groups, lambda i, j, *_: ctx.refuse(i, j))
             return xs
 
         return None, None, *map_batch_dims(compare, grads)
@@ -105,13 +124,59 @@ class _EqualGradients(torch.autograd.Function):
 Groups = Sequence[Sequence[int]]
 Refuse = Callable[[int, int], object]
 """Function of the positions of two tensors whose cotangents differ; it raises."""
+Report = Callable[[int, int, torch.Tensor, torch.Tensor], object]
+"""Function of two positions and of the values there, which differ; it raises."""
+
+
+class _Comparison(torch.autograd.Function):
+    """Compare tensors within the wrappers of `torch.func`, which itself never branches on them."""
+
+    @staticmethod
+    def forward(groups: Groups, report: Report, *xs: torch.Tensor) -> torch.Tensor:
+        with without_dispatch_modes():  # tracers forbid what depends on values
+            _compare(xs, groups, report)
+        return torch.empty(0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.n = len(inputs)
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> Any:
+        return (None,) * ctx.n
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: torch.Tensor) -> torch.Tensor:
+        return torch.empty(0)
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: Sequence[int | None], groups: Groups, report: Report, *xs: torch.Tensor
+    ) -> Any:
+        batches = _batches(info.batch_size, in_dims[2:], xs)
+        return apply_function(_Comparison, groups, report, *batches), None
+
+
+def compare_values(xs: Sequence[torch.Tensor], groups: Groups, report: Report) -> None:
+    """Call `report` for tensors of one group of positions that differ beyond rounding."""
+    if is_transformed():
+        apply_function(_Comparison, groups, report, *xs)
+    else:
+        _compare(xs, groups, report)
+
+
+def _compare(xs: Sequence[torch.Tensor], groups: Groups, report: Report) -> None:
+    for first, *rest in () if is_abstract(xs[0]) else groups:
+        for i in rest:
+            if not are_close(xs[first], xs[i]):
+                report(first, i, xs[first].detach(), xs[i].detach())
 
 
 def with_equal_gradients(
     xs: tuple[torch.Tensor, ...], groups: Groups, refuse: Refuse
 ) -> tuple[torch.Tensor, ...]:
     """Return `xs`; their cotangents must be equal within groups of positions, up to rounding."""
-    if torch.is_grad_enabled() and any(x.requires_grad for x in xs):
+    if is_transformed() or (torch.is_grad_enabled() and any(x.requires_grad for x in xs)):
         ys: tuple[torch.Tensor, ...] = apply_function(_EqualGradients, groups, refuse, *xs)
         return ys
     return xs

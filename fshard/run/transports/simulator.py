@@ -25,6 +25,8 @@ from typing import Any
 import torch
 
 from fshard._torch.dynamo import without_compiler
+from fshard._torch.forward_level import share_forward_level
+from fshard._torch.functorch import forward_ad_level
 from fshard._torch.memory import lazy_clone
 from fshard._torch.thread_state import ThreadSettings
 from fshard._util.errors import ShardingError
@@ -152,6 +154,8 @@ class SimulatedWorld:
         self.caller = rank if isinstance(rank, SimulatedRank) else None
         self.interrupted = False
         self.ending = threading.Lock()
+        self.outer_forward_level = forward_ad_level()
+        self.end_forward_level: Callable[[], None] | None = None
 
     @property
     def stopped(self) -> bool:
@@ -216,6 +220,8 @@ class SimulatedWorld:
     def _free_tensors(self) -> None:
         """Drop all tensors, since ranks and world form a reference cycle."""
         self.error = None
+        if self.end_forward_level is not None:
+            self.end_forward_level()
         self.unfinished.clear()
         for rank in self.order:
             rank.result, rank.awaited, rank.remark = None, None, str
@@ -266,6 +272,11 @@ class SimulatedWorld:
         return None
 
     # -- collectives --
+
+    def share_forward_level(self) -> None:
+        """Let all ranks use the level of forward mode that the running rank has entered."""
+        if forward_ad_level() > self.outer_forward_level and self.end_forward_level is None:
+            self.end_forward_level = share_forward_level()
 
     def arrive(
         self, rank: SimulatedRank, call: Fingerprint, group: Group, x: torch.Tensor, splits: Splits

@@ -50,6 +50,7 @@ from fshard.run.transports.divergence_report import call_line
 from fshard.run.transports.reduce_dtypes import TensorFunction
 from fshard.run.transports.shape_only import ShapeTransport, meta_as_real
 from fshard.spmd.axis_env import BoundAxes, current_axes, current_tracker
+from fshard.spmd.closure_inputs import replaced_closures
 from fshard.spmd.collectives.argument_key import plain_key
 from fshard.spmd.collectives.compile_node import tree_node
 from fshard.spmd.types import TypeSignature
@@ -220,7 +221,7 @@ def launch_collective(plan: CollectivePlan, x: Tree, *, ahead: bool = False) -> 
     With `ahead` all communication is launched now. Raises `ShardingError` where that is not
     possible: a maximum or minimum with a gradient.
     """
-    tracker = current_tracker()
+    tracker, x = current_tracker(), replaced_closures(x)
     return (
         _launch_tree(plan, x, ahead)
         if tracker is None

@@ -26,7 +26,7 @@ from fshard.spmd.closure_inputs import graph_leaves
 from fshard.spmd.tracking.insert_casts import join_operands, replace_tensors
 from fshard.spmd.tracking.out_spec_check import GRADIENTS, Promise, check_values
 from fshard.spmd.tracking.torch_effects import Action, OpEffect
-from fshard.spmd.tracking.tracker import Tracker, unwrapped
+from fshard.spmd.tracking.tracker import Tracker
 from fshard.spmd.types import (
     CONTROL_DEPENDENT,
     INVARIANT,
@@ -94,7 +94,7 @@ def _agree(
     ]
     agreed = frozenset(axis for *_, axes in ends for axis in axes)
     promises = [
-        Promise(f"{name} of a gradient", unwrapped(x), PartitionSpec(unreduced=agreed - axes))
+        Promise(f"{name} of a gradient", x, PartitionSpec(unreduced=agreed - axes))
         for name, x, axes in ends
         if axes
     ]

@@ -14,15 +14,15 @@ from zlib import crc32
 
 import torch
 
+from fshard._torch.memory import innermost
 from fshard._torch.modes import DisableTorchFunction
 from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import Problem, raise_if
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
-from fshard.run.autograd.replicate import are_close
+from fshard.run.autograd.replicate import compare_values
 from fshard.run.transports.base import Label, current_transport, labelled
-from fshard.run.transports.shape_only import is_abstract
 from fshard.run.value_digest import value_digest
 from fshard.spmd.collectives.gather_scatter import all_gather
 from fshard.spmd.collectives.pcast import cast_by
@@ -190,7 +190,7 @@ def check_values(
     Every rank of the mesh takes part. Digests are compared first, in one gather of a few bytes.
     """
     rows = [(promise, _equal_along(promise.p, axes)) for promise in promises]
-    rows = [(promise, along) for promise, along in rows if along]
+    rows = [(p._replace(x=innermost(p.x)), along) for p, along in rows if along]
     with torch.no_grad(), labelled(Label(f"the check of {subject}", mesh)):
         # Diverged ranks may have returned other structures: compare these first.
         tensors, rest = [promise.path for promise, _ in rows], [path for path, _ in others]
@@ -238,20 +238,23 @@ def check_replicas(
         results: the shards of all ranks of each result.
     """
     for (path, _), spec, shards in zip(path_specs, specs, results, strict=True):
-        for i, j in () if is_abstract(shards[0]) else _replicas(spec):
-            if not are_close(shards[i], shards[j]):
-                ranks = spec.mesh.ranks[i], spec.mesh.ranks[j]
-                values = _first_difference(shards[i].detach(), shards[j].detach(), ranks)
-                rule, fix = _equality_rule(_equal_along(spec.partition, spec.mesh.axes), RESULTS)
-                raise_if(where, [Problem(f"{path}: {values}", f"{rule}; {UNSEEN}", fix)])
+
+        def report(
+            i: int, j: int, a: torch.Tensor, b: torch.Tensor, spec: Spec = spec, path: str = path
+        ) -> None:
+            values = _first_difference(a, b, (spec.mesh.ranks[i], spec.mesh.ranks[j]))
+            rule, fix = _equality_rule(_equal_along(spec.partition, spec.mesh.axes), RESULTS)
+            raise_if(where, [Problem(f"{path}: {values}", f"{rule}; {UNSEEN}", fix)])
+
+        compare_values(shards, _replicas(spec), report)
 
 
 @lru_cache(maxsize=CACHE_SIZE)
-def _replicas(spec: Spec) -> tuple[tuple[int, int], ...]:
-    """Return pairs of positions in rank order: the first rank that holds a shard, and another."""
+def _replicas(spec: Spec) -> tuple[tuple[int, ...], ...]:
+    """Return the groups of positions in rank order whose ranks hold one shard."""
     ranks, axes = list(spec.mesh.ranks), _equal_along(spec.partition, spec.mesh.axes)
     groups = spec.mesh.groups(axes) if axes else ()
-    return tuple((ranks.index(group[0]), ranks.index(r)) for group in groups for r in group[1:])
+    return tuple(tuple(map(ranks.index, group)) for group in groups)
 
 
 def _non_tensor_difference(

@@ -25,6 +25,7 @@ from fshard.layout.tree import flatten, unflatten
 from fshard.run.autograd.linear_function import ProgramGroup
 from fshard.run.transports.divergence_report import user_frame, user_line
 from fshard.spmd.axis_env import current_axes, current_tracker
+from fshard.spmd.closure_inputs import replaced_closures
 from fshard.spmd.collectives.collective_plan import CollectivePlan
 from fshard.spmd.collectives.pcast import cast_by, cast_program
 from fshard.spmd.tracking.control_casts import AgreedAxes, EnterControl, LeaveControl
@@ -437,6 +438,7 @@ def typeof(x: torch.Tensor, /) -> LocalType:
             "fs.typeof must be called in the body of a shard_map with check=True",
             "fs.shard_map(..., check=True)",
         )
+    x = replaced_closures(x)
     if not isinstance(x, torch.Tensor):
         fail("fs.typeof", f"a {type(x).__name__}", "x must be a tensor",
              "torch.as_tensor(x)")  # fmt: skip
@@ -485,9 +487,3 @@ def has_gradient(x: torch.Tensor) -> bool:
 def _inner(x: torch.Tensor) -> torch.Tensor | None:
     """Return the tensor within a wrapper of `torch.func`, or None for another tensor."""
     return get_unwrapped(x) if is_wrapped(x) else None
-
-
-def unwrapped(x: torch.Tensor) -> torch.Tensor:
-    """Return the tensor within all wrappers of `torch.func`."""
-    inner = _inner(x)
-    return x if inner is None else unwrapped(inner)

@@ -17,6 +17,7 @@ from fshard.run.execute import Pending, run_typed_hook
 from fshard.run.execute_batch import run_typed_leaves_hook
 from fshard.run.transports.divergence_report import explain_with
 from fshard.spmd.axis_env import current_axes, current_tracker
+from fshard.spmd.closure_inputs import replaced_closures
 from fshard.spmd.in_specs import Argument, DimSpec, PathSpec
 from fshard.spmd.mesh_scope import Scope
 from fshard.spmd.tracking.function_mode import track_types
@@ -160,6 +161,7 @@ def run_typed(
     Raises `ShardingError` if the type of `x` contradicts `src`.
     """
     tracker: Tracker | None = current_tracker()
+    x = replaced_closures(x)
     if tracker is None:
         return run(x)
     x, states = _checked(tracker, where, x, src, dst)
@@ -184,6 +186,7 @@ def run_typed_leaves(
 ) -> Callable[[], tuple[torch.Tensor, ...]]:
     """Run `start(xs)` in a body; each tensor has its own layouts `(src, dst)`. See `run_typed`."""
     tracker: Tracker | None = current_tracker()
+    xs = replaced_closures(xs)
     if tracker is None:
         return start(xs)
     checked = [

@@ -1,0 +1,1 @@
+"""Transforms of `torch.func` around and inside mapped functions."""

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch.autograd import forward_ad
-from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import grad, jacrev, jvp, vjp, vmap
 
 import fshard as fs
-from fshard import Mesh, P, ShardingError
+from fshard import Mesh, P
+from fshard._torch.functorch import forward_ad_level
 
 I4 = Mesh(i=4)
 GROUPS = [[0, 1], [2, 3]]
@@ -309,65 +310,44 @@ def test_hessian_in_one_batch_of_gradients() -> None:
     torch.testing.assert_close(results, wanted)
 
 
-def refused(run: Callable[[], Any], where: str, *lines: str) -> None:
-    with pytest.raises(ShardingError) as caught:
-        run()
-    given, rule, fix = lines
-    assert str(caught.value) == f"{where}\n  given: {given}\n  rule:  {rule}\n  fix:   {fix}"
-
-
 def in_dual_level(f: Any, x: torch.Tensor) -> Any:
+    """Return the tangent of `f` for a tangent of ones, by a level of forward mode."""
     with forward_ad.dual_level():
         return forward_ad.unpack_dual(f(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
 
 
-OVER: dict[str, Callable[[Any, torch.Tensor], Any]] = {
-    "grad": lambda f, x: grad(lambda x: f(x).sum())(x),
-    "vjp": vjp,
-    "jacrev": lambda f, x: jacrev(f)(x),
-    "vmap": lambda f, x: vmap(f)(torch.stack([x, x])),
-    "vmap without gradients": lambda f, x: torch.no_grad()(vmap(f))(torch.stack([x, x])),
-    "jvp": lambda f, x: jvp(f, (x,), (x,)),
-    "dual_level": in_dual_level,
+FORWARD: dict[str, tuple[Body, Body]] = {
+    "a sum": (lambda v: fs.psum(v * v, "i"), lambda x: (x * x).sum(0, keepdim=True)),
+    "a maximum with ties": (lambda v: fs.pmax(v * v, "i"), lambda x: (x * x).amax(0, keepdim=True)),
+    "a gather": (
+        lambda v: fs.all_gather(v.sin(), "i", tiled=True, to="invariant").prod(0, keepdim=True),
+        lambda x: x.sin().prod(0, keepdim=True),
+    ),
+    "an exchange": (
+        lambda v: fs.psum(fs.all_to_all(v * v, "i", 1, 0, tiled=True).prod(), "i")[None],
+        lambda x: (x * x).prod(0).sum()[None],
+    ),
 }
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-@pytest.mark.parametrize("name", OVER)
-def test_transforms_over_simulated_ranks_are_refused(name: str) -> None:
-    def body(v: torch.Tensor) -> torch.Tensor:
-        return fs.psum(v * v, "i")
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("name", FORWARD)
+def test_forward_mode_in_simulated_bodies(name: str, check: bool) -> None:
+    body, dense = FORWARD[name]
+    x = torch.tensor([[1.0, 2, 3, 1], [-1, 4, 3, 2], [0, 1, 1, 1], [1, 4, -3, 2]]).double()
+    transforms: list[Callable[[Any, torch.Tensor], torch.Tensor]] = [
+        in_dual_level,
+        lambda f, v: jvp(f, (v,), (torch.ones_like(v),))[1],
+        # The second level of this rank begins while other ranks are within theirs.
+        lambda f, v: jvp(lambda u: jvp(f, (u,), (torch.ones_like(u),))[1], (v,), (v,))[1],
+    ]
+    for transform in transforms:
 
-    mapped = fs.shard_map(body, mesh=I4, in_specs=P("i"), out_specs=P())
-    x = torch.arange(4.0)
-    refused(
-        lambda: OVER[name](mapped, x), "shard_map(body)",
-        "a call that torch.func transforms, by grad, vmap, jacrev or the like, or in a dual_level",
-        "simulated ranks are threads, and transforms belong to the thread that takes them",
-        "take the transform in the body; or outside torch.autograd.grad, or "
-        "torch.autograd.functional.jacobian",
-    )  # fmt: skip
-    jacobian = torch.autograd.functional.jacobian(mapped, x)
-    assert torch.equal(jacobian, 2 * x[None])
+        def twice(v: torch.Tensor) -> torch.Tensor:
+            return transform(body, v) + transform(body, 2 * v)  # noqa: B023 - called at once
 
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-@pytest.mark.parametrize(
-    "transform",
-    [lambda f, v: jvp(f, (v,), (v,))[1], lambda f, v: jacfwd(f)(v), in_dual_level],
-)
-def test_forward_mode_on_simulated_ranks_is_refused(transform: Any) -> None:
-    def mapped(f: Body) -> Any:
-        body = lambda v: transform(f, v)  # noqa: E731
-        return fs.shard_map(body, mesh=I4, in_specs=P("i"), out_specs=P("i"))(torch.arange(4.0))
-
-    refused(
-        lambda: mapped(lambda v: fs.psum(v * v, "i")), "fs.psum",
-        "a simulated rank in forward mode: torch.func.jvp, jacfwd, or a dual_level",
-        "PyTorch has one level of forward mode for the process; ranks in turn would share it",
-        "torch.func.vjp or jacrev; forward mode is for ranks that are processes, by torchrun",
-    )  # fmt: skip
-    assert mapped(lambda v: v * v).flatten().tolist() in (
-        [0.0, 2.0, 8.0, 18.0],
-        [0.0, 2.0, 4.0, 6.0],
-    )
+        mapped = fs.shard_map(twice, mesh=I4, in_specs=P("i"), out_specs=P(), check=check)
+        expected = transform(dense, x) + transform(dense, 2 * x)
+        torch.testing.assert_close(mapped(x), expected, rtol=1e-10, atol=1e-10)
+    assert forward_ad_level() == -1

@@ -1,0 +1,289 @@
+"""Transforms of `torch.func` around simulated mapped functions, compared with dense functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.func import (
+    functional_call,
+    grad,
+    grad_and_value,
+    hessian,
+    jacfwd,
+    jacrev,
+    jvp,
+    linearize,
+    vjp,
+    vmap,
+)
+
+import fshard as fs
+from fshard import Mesh, P, ShardingError
+from tests.helpers.spec_grid import random_global
+
+MESH = Mesh(x=2)
+Fn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),
+    pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr"),  # torch.func.linearize
+]
+
+
+def reals(*shape: int, seed: int = 0) -> torch.Tensor:
+    return random_global(shape, torch.float64, seed) / 4
+
+
+X, W = reals(4, 2), reals(2, 2, seed=1)
+BATCH, WEIGHTS = torch.stack([X, 2 * X + 1, -X]), torch.stack([W, W + 1])
+
+
+def close(actual: Any, expected: Any) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+
+
+def varying(w: torch.Tensor) -> torch.Tensor:
+    return fs.pcast(w, "x", to="varying")
+
+
+class Case(NamedTuple):
+    """A body of x, sharded by rows, and w, unsharded; its out spec; the same on one device."""
+
+    body: Fn
+    out: P
+    dense: Fn
+
+
+CASES = {
+    "psum": Case(
+        lambda x, w: fs.psum(torch.tanh(x @ varying(w)).sum(0), "x") ** 2,
+        P(),
+        lambda x, w: torch.tanh(x @ w).sum(0) ** 2,
+    ),
+    "pmean": Case(
+        lambda x, w: x * varying(fs.pmean((x @ varying(w)).sin().mean(), "x")),
+        P("x"),
+        lambda x, w: x * (x @ w).sin().mean(),
+    ),
+    "gather": Case(
+        lambda x, w: fs.all_gather((x @ varying(w)).exp(), "x", tiled=True, to="invariant") @ w,
+        P(),
+        lambda x, w: (x @ w).exp() @ w,
+    ),
+    "permutation": Case(
+        lambda x, w: fs.ppermute(x**3, "x", [(0, 1), (1, 0)]) @ varying(w),
+        P("x"),
+        lambda x, w: x.roll(2, 0) ** 3 @ w,
+    ),
+    "exchange": Case(
+        lambda x, w: fs.all_to_all((x @ varying(w)).sin(), "x", 1, 0, tiled=True) ** 2,
+        P(None, "x"),
+        lambda x, w: (x @ w).sin() ** 2,
+    ),
+    "maximum": Case(
+        lambda x, w: fs.pmax((x @ varying(w)).sin(), "x") ** 2,
+        P(),
+        lambda x, w: (x @ w).sin().reshape(2, 2, 2).amax(0) ** 2,
+    ),
+}
+
+
+def loss(f: Fn, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return (f(x, w) ** 3).sum()
+
+
+def in_dual_level(f: Fn) -> Any:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(f(forward_ad.make_dual(X, 2 * X), W)).tangent
+
+
+def by_autograd(f: Fn) -> Any:
+    """Return gradients of `torch.func.grad` for a leaf of ordinary autograd."""
+    w = W.clone().requires_grad_()
+    return torch.autograd.grad((grad(lambda x: loss(f, x, w))(X) ** 2).sum(), w)
+
+
+TRANSFORMS: dict[str, Callable[[Fn], Any]] = {
+    "grad": lambda f: grad(lambda x, w: loss(f, x, w), (0, 1))(X, W),
+    "grad_and_value": lambda f: grad_and_value(lambda w: loss(f, X, w))(W),
+    "vjp": lambda f: (lambda y, back: back(y.cos()))(*vjp(f, X, W)),
+    "jvp": lambda f: jvp(f, (X, W), (X.sin(), W + 1)),
+    "linearize": lambda f: linearize(lambda w: f(X, w), W)[1](W + 1),
+    "vmap": lambda f: vmap(f, (0, None))(BATCH, W),
+    "vmap of the last dim": lambda f: vmap(f, (-1, None), -1)(BATCH.movedim(0, -1), W),
+    "vmap of vmap": lambda f: vmap(vmap(f, (0, None)), (None, 0))(BATCH, WEIGHTS),
+    "jacrev": lambda f: jacrev(f, (0, 1))(X, W),
+    "jacfwd": lambda f: jacfwd(f, (0, 1))(X, W),
+    "hessian": lambda f: hessian(lambda w: loss(f, X, w))(W),
+    "jacrev of jacrev": lambda f: jacrev(jacrev(lambda w: f(X, w)))(W),
+    "jacfwd of jacfwd": lambda f: jacfwd(jacfwd(lambda w: f(X, w)))(W),
+    "jacrev of jacfwd": lambda f: jacrev(jacfwd(lambda w: f(X, w)))(W),
+    "vmap of grad": lambda f: vmap(grad(lambda w, x: loss(f, x, w)), (None, 0))(W, BATCH),
+    "vmap of jacrev": lambda f: vmap(jacrev(lambda w, x: f(x, w)), (None, 0))(W, BATCH),
+    "vmap of hessian": lambda f: vmap(hessian(lambda w, x: loss(f, x, w)), (None, 0))(W, BATCH),
+    "vmap of vmap of grad": lambda f: vmap(
+        vmap(grad(lambda w, x: loss(f, x, w)), (None, 0)), (0, None)
+    )(WEIGHTS, BATCH),
+    "vmap of jvp of grad": lambda f: vmap(
+        lambda t: jvp(grad(lambda w: loss(f, X, w)), (W,), (t,))[1]
+    )(WEIGHTS),
+    "grad of vmap": lambda f: grad(lambda w: (vmap(f, (0, None))(BATCH, w) ** 3).sum())(W),
+    "jacrev of vmap": lambda f: jacrev(lambda w: vmap(f, (0, None))(BATCH, w))(W),
+    "grad of grad": lambda f: grad(lambda w: (grad(lambda w: loss(f, X, w))(w) ** 2).sum())(W),
+    "grad of jvp": lambda f: grad(lambda w: jvp(lambda w: f(X, w), (w,), (2 * w,))[1].sum())(W),
+    "jvp of jvp": lambda f: jvp(
+        lambda w: jvp(lambda w: f(X, w), (w,), (2 * w,))[1], (W,), (W + 1,)
+    ),
+    "jvp of grad": lambda f: jvp(grad(lambda w: loss(f, X, w)), (W,), (W + 1,)),
+    "batched cotangents of a second order": lambda f: vmap(
+        lambda t: hessian(lambda w: (loss(f, X, w) * t.sum()).sin())(W)
+    )(WEIGHTS),
+    "dual_level": in_dual_level,
+    "autograd of grad": by_autograd,
+}
+
+
+@pytest.mark.parametrize(("name", "check"), [*((name, True) for name in CASES), ("pmean", False)])
+def test_transforms_of_a_mapped_function_are_those_of_the_dense_one(name: str, check: bool) -> None:
+    body, out, dense = CASES[name]
+    mapped = fs.shard_map(body, mesh=MESH, in_specs=(P("x"), P()), out_specs=out, check=check)
+    for transform, run in TRANSFORMS.items():
+        try:
+            close(run(mapped), run(dense))
+        except BaseException as error:
+            error.add_note(f"in the transform {transform!r}")
+            raise
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_closures_under_transforms(check: bool) -> None:
+    def mapped(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        stored = {"deep": [w * 2]}
+
+        @fs.shard_map(mesh=MESH, in_specs=P("x"), out_specs=P("x"), check=check)
+        def rows(v: torch.Tensor) -> torch.Tensor:
+            a, b = fs.pcast((w, stored["deep"][0]), "x", to="varying")
+            return torch.tanh(v @ a) @ torch.add(b, 0 * a)
+
+        result: torch.Tensor = rows(x)
+        return result
+
+    def dense(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ w) @ w * 2
+
+    for run in TRANSFORMS.values():
+        close(run(mapped), run(dense))
+
+
+def test_unreachable_closures_are_refused_under_transforms() -> None:
+    class Holder:
+        w: torch.Tensor
+
+    holder = Holder()
+    mapped = fs.shard_map(
+        lambda v: v * holder.w.sum(), mesh=MESH, in_specs=P("x"), out_specs=P("x")
+    )
+
+    def run(w: torch.Tensor) -> torch.Tensor:
+        holder.w = w
+        return torch.sum(mapped(X))
+
+    leaf = W.clone().requires_grad_()
+    for transform in (
+        lambda: grad(run)(W),
+        lambda: vmap(run)(WEIGHTS),
+        lambda: vmap(lambda _: run(leaf))(W),
+    ):
+        with pytest.raises(ShardingError, match="pass it as an argument"):
+            transform()
+
+
+def test_local_map_of_pairs_under_transforms() -> None:
+    body, _, dense = CASES["psum"]
+    spec = fs.Spec(MESH, P("x"), shape=X.shape, dtype=X.dtype)
+    mapped = fs.local_map(body, in_specs=(P("x"), P()), out_specs=P())
+
+    def of_pairs(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        unsharded = fs.Spec(MESH, P(), shape=w.shape, dtype=w.dtype)
+        return fs.unshard(mapped(fs.shard(x, spec), fs.shard(w, unsharded)))
+
+    for run in TRANSFORMS.values():
+        close(run(of_pairs), run(dense))
+
+
+def test_nested_maps_under_transforms() -> None:
+    mesh = Mesh(x=2, y=2)
+    inner = fs.shard_map(
+        lambda v, w: fs.psum((v**2).sum() * w.sum(), "y") * w,
+        in_specs=(P("y"), P()), out_specs=P(), axis_names={"y"},
+    )  # fmt: skip
+    mapped = fs.shard_map(
+        lambda x, w: fs.psum(inner(x, varying(w)), "x"),
+        mesh=mesh, in_specs=(P("x"), P()), out_specs=P(), axis_names={"x"},
+    )  # fmt: skip
+    for run in TRANSFORMS.values():
+        close(run(mapped), run(lambda x, w: (x**2).sum() * w.sum() * w))
+
+
+def test_modules_by_functional_call() -> None:
+    net = torch.nn.Sequential(
+        torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1)
+    ).double()
+    params = dict(net.named_parameters())
+
+    @fs.shard_map(mesh=MESH, in_specs=(P(), P("x")), out_specs=P("x"))
+    def rows(params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return functional_call(net, fs.pcast(params, "x", to="varying"), (x,))  # type: ignore[no-any-return]
+
+    def losses(call: Any) -> Any:
+        per_sample = vmap(grad(lambda p, x: (call(p, x) ** 2).sum()), (None, 0))
+        return grad(lambda p: (call(p, X) ** 2).sum())(params), per_sample(params, BATCH)
+
+    close(losses(rows), losses(lambda p, x: functional_call(net, p, (x,))))
+
+
+def test_randomness_of_vmap_is_that_of_the_body() -> None:
+    def body(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.rand(2)
+
+    mapped = fs.shard_map(body, mesh=MESH, in_specs=P("x"), out_specs=P("x"), check=False)
+    same, different = (vmap(mapped, randomness=r)(torch.zeros(3, 4)) for r in ("same", "different"))
+    assert torch.equal(same[0], same[1])
+    assert not torch.equal(different[0], different[1])
+    with pytest.raises(RuntimeError, match="randomness"):
+        vmap(mapped)(torch.zeros(3, 4))
+
+
+def test_higher_orders_replay_the_recorded_call() -> None:
+    factor, calls = [2.0], []
+
+    def body(v: torch.Tensor) -> torch.Tensor:
+        calls.append(factor[0])
+        return v**3 * factor[0]
+
+    mapped = fs.shard_map(body, mesh=MESH, in_specs=P("x"), out_specs=P("x"))
+    x = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    y = mapped(x)
+    factor[0] = 100.0
+    (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x, create_graph=True)
+    (third,) = torch.autograd.grad(second.sum(), x)
+    assert (first.tolist(), second.tolist(), third.tolist()) == ([6.0] * 2, [12.0] * 2, [12.0] * 2)
+    assert calls == [2.0, 2.0]
+
+
+def test_values_that_differ_are_refused_under_transforms() -> None:
+    mapped = fs.shard_map(
+        lambda v: v * torch.tensor(float(fs.axis_index("x"))),
+        mesh=MESH, in_specs=P(), out_specs=P(),
+    )  # fmt: skip
+    with pytest.raises(ShardingError, match="values must be equal"):
+        vmap(mapped)(torch.ones(2, 2))
+    unequal = fs.shard_map(
+        lambda v, w: v * w, mesh=MESH, in_specs=(P("x"), P()), out_specs=P("x"), check=False
+    )
+    with pytest.raises(ShardingError, match="gradients that differ on ranks 0 and 1"):
+        vmap(grad(lambda w, v: unequal(v, w).sum()), (None, 0))(torch.ones(1), BATCH[:, :, 0])
