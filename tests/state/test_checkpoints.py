@@ -124,6 +124,13 @@ def test_replicas_are_written_once_and_shared_out(tmp_path: Path) -> None:
     assert sum(index["files"].values()) < 8 * 64 * 4 + 8 * 400
 
 
+def test_loaded_tensors_do_not_share_memory_with_files(tmp_path: Path) -> None:
+    fs.state.save(tmp_path, {"x": torch.ones(4)})
+    x = fs.state.load(tmp_path)["x"]
+    shard_file(tmp_path).write_bytes(b"")
+    assert x.add_(1).tolist() == [2, 2, 2, 2]
+
+
 def test_rules_are_layouts(tmp_path: Path) -> None:
     fs.state.save(tmp_path, {"a.weight": torch.ones(4, 4), "a.bias": torch.ones(4)})
     rules = [(r".*\.weight", P("x")), (r".*\.bias", P())]

@@ -257,7 +257,7 @@ def _box(
     parts = list(_overlaps(tensor, offsets, shape))
     if len(parts) == 1 and parts[0][2] == tuple(shape):
         shard, ranges, _, _ = parts[0]
-        return _read(tensor, shard, ranges, reader)
+        return _read(tensor, shard, ranges, reader).clone()
     result = torch.empty(tuple(shape), dtype=tensor.dtype, device="cpu")
     count = 0
     for shard, ranges, size, start in parts:

@@ -83,12 +83,17 @@ def sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
+MAX_MAPPED = 2**28
+"""Bytes that are read of open files before they are closed: the pages read stay in memory until."""
+
+
 class ShardReader:
     """Open files of one directory, of which slices are read."""
 
     def __init__(self, directory: Path, where: str) -> None:
         self.directory, self.where = directory, where
         self.open: dict[str, Any] = {}
+        self.mapped = 0
 
     def file(self, name: str) -> Any:
         """Return an open file; raise `ShardingError` if it is damaged."""
@@ -112,7 +117,7 @@ class ShardReader:
     def read(
         self, file: str, key: str, ranges: Sequence[tuple[int, int]], dtype: torch.dtype
     ) -> torch.Tensor:
-        """Return a box of a tensor in a file; no other bytes are read.
+        """Return a box of a tensor in a file, in the memory of the file; no other bytes are read.
 
         Args:
             file: name of the file.
@@ -129,6 +134,9 @@ class ShardReader:
             x = opened.get_tensor(key)
         else:
             x = opened.get_slice(key)[tuple(slice(a, b) for a, b in ranges)]
+        self.mapped += x.nbytes
+        if self.mapped > MAX_MAPPED:
+            self.open, self.mapped = {}, 0
         # The file's memory is not aligned for complex128.
         result: torch.Tensor = torch.view_as_complex(x.clone()) if dtype == torch.complex128 else x
         return result

@@ -1,0 +1,129 @@
+"""Bandwidth and memory of checkpoints, beside PyTorch's own.
+
+`python -m tests.benchmarks.bench_checkpoint [--megabytes 512] [--rounds 3]` saves and loads a state
+of matrices by `fs.state`, `torch.save` and `torch.distributed.checkpoint`, in turn, and prints the
+best bandwidths. `--slices` saves it and loads one eighth of each matrix in another process, and
+prints by how much that process's memory grows (Linux only).
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from rich.console import Console
+from rich.table import Table
+
+import fshard as fs
+from fshard import Mesh, P
+
+MATRICES = 16
+RANKS = 8
+
+
+def state(megabytes: int) -> dict[str, torch.Tensor]:
+    """Return matrices of float32 with that many bytes in all."""
+    rows = megabytes * 2**20 // (MATRICES * 4 * 1024)
+    return {f"layers.{i}.weight": torch.randn(rows, 1024) for i in range(MATRICES)}
+
+
+def contenders(tree: dict[str, torch.Tensor], root: Path) -> dict[str, Callable[[], Any]]:
+    """Return functions that save and load, by name."""
+    mesh = Mesh(x=RANKS)
+    pairs = fs.state.tree_shard(tree, P("x"), mesh=mesh)
+    file = root / "state.pt"
+
+    def load_dcp() -> None:
+        target = {name: torch.empty_like(x) for name, x in tree.items()}
+        dcp.load(target, checkpoint_id=root / "dcp", no_dist=True)
+
+    return {
+        "save fs.state": lambda: fs.state.save(root / "fshard", pairs),
+        "save torch.save": lambda: torch.save(tree, file),
+        "save dcp": lambda: dcp.save(tree, checkpoint_id=root / "dcp", no_dist=True),
+        "load fs.state": lambda: fs.state.load(root / "fshard", P("x"), mesh=mesh),
+        "load torch.load": lambda: torch.load(file),
+        "load dcp": load_dcp,
+    }
+
+
+def bandwidths(megabytes: int, rounds: int) -> dict[str, float]:
+    """Return the best MB/s of every contender; all run in every round."""
+    best: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        runs = contenders(state(megabytes), Path(directory))
+        for _ in range(rounds):
+            for name, run in runs.items():
+                start = time.perf_counter()
+                run()
+                best[name] = max(best.get(name, 0), megabytes / (time.perf_counter() - start))
+    return best
+
+
+LOAD = """
+import sys, fshard as fs
+from fshard.run.transports.base import as_rank
+
+class Rank:
+    rank, all_ranks = 3, range(8)
+
+    def accepts(self, device):
+        return True
+
+def read(name):
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+fs.state.load(sys.argv[2])
+open("/proc/self/clear_refs", "w").write("5")  # resets the peak
+before = read("VmRSS")
+with as_rank(Rank()):
+    tree = fs.state.load(sys.argv[1], fs.P("x"), mesh=fs.Mesh(x=8))
+print(sum(pair.local.nbytes for pair in tree.values()), read("VmHWM") - before)
+"""
+"""Code of a process that loads, as rank 3 of 8, and prints its bytes and the growth of memory."""
+
+
+def slices(megabytes: int) -> tuple[int, int]:
+    """Return the bytes of one rank's slices, and the growth of memory of a process that loads them.
+
+    The process loads a small checkpoint first, so that imports do not count.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory)
+        fs.state.save(root / "large", fs.state.tree_shard(state(megabytes), P(), mesh=Mesh(x=1)))
+        fs.state.save(root / "small", {"w": torch.ones(4)})
+        command = [sys.executable, "-c", LOAD, str(root / "large"), str(root / "small")]
+        text = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    held, grown = map(int, text.split())
+    return held, grown
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--megabytes", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--slices", action="store_true")
+    options = parser.parse_args()
+    console = Console()
+    if options.slices:
+        held, grown = slices(options.megabytes)
+        console.print(f"slices {held / 2**20:,.0f} MiB, memory grew by {grown / 2**20:,.0f} MiB")
+        return
+    table = Table("contender", "MB/s", title=f"{options.megabytes} MB in {MATRICES} matrices")
+    for name, rate in bandwidths(options.megabytes, options.rounds).items():
+        table.add_row(name, f"{rate:,.0f}")
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()
