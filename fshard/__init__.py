@@ -3,6 +3,7 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from fshard import random, state
+from fshard._torch.dynamo import run_uncompiled as _run_uncompiled
 from fshard._util.errors import ShardingError
 from fshard._util.public import publish as _publish
 from fshard.interop.dtensor import from_dtensor, to_dtensor
@@ -206,3 +207,6 @@ _publish(vars(state), state.__all__)
 
 def __dir__() -> list[str]:
     return sorted([*__all__, "__all__", "__doc__", "__file__", "__name__", "__version__"])
+
+
+_run_uncompiled(shard)  # the wrapper that all public functions have in common

@@ -16,6 +16,6 @@ cost no Python call.
 - `symbolic_numbers`: numbers that are symbols in a trace.
 - `memory`: storages, results that must not alias arguments.
 - `checkpointing`: `torch.utils.checkpoint`'s second forward pass.
-- `dynamo`: functions that `torch.compile` skips or calls without tracing.
+- `dynamo`: functions that `torch.compile` skips, calls while tracing or takes as nodes; constants.
 - `process_groups`: process groups, stores and placements of `torch.distributed`.
 """

@@ -8,22 +8,27 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from inspect import getmembers, isfunction
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch._library.opaque_object import MemberType, register_opaque_type
 from torch.utils._pytree import (
     SUPPORTED_NODES,
     register_pytree_node,
     tree_flatten,
+    tree_map,
     tree_unflatten,
 )
 
 __all__ = [
-    "PytreeNode", "call_while_tracing", "one_node", "register_pytree_node", "registered_node",
-    "skip_frame", "skip_frames_below", "tree_flatten", "tree_unflatten", "without_compiler",
+    "PytreeNode", "call_in_graph", "call_while_tracing", "graph_constant", "one_node",
+    "register_pytree_node", "registered_node", "run_uncompiled", "skip_frame", "skip_frames_below",
+    "tree_flatten", "tree_map", "tree_unflatten", "without_compiler",
 ]  # fmt: skip
 
 F = TypeVar("F", bound=Callable[..., Any])
+C = TypeVar("C", bound=type)
 
 
 def skip_frame(reason: str) -> Callable[[F], F]:
@@ -40,20 +45,32 @@ def skip_frame(reason: str) -> Callable[[F], F]:
     return mark
 
 
+def run_uncompiled(fn: F) -> F:
+    """Run a function and its callees uncompiled, unless a graph contains its call (a decorator).
+
+    Graphs that end before the call, or in it, do not begin again in the callees.
+    """
+    frames: Any = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(fn.__code__, frames._FrameExecStrategy(skip, skip))
+
+    def entry(*args: Any, **kwargs: Any) -> Any:
+        return fn(*args, **kwargs)
+
+    # `torch.compile(fn)` compiles this in its place. Graphs are counted by code object.
+    entry.__code__ = entry.__code__.replace()
+    fn._torchdynamo_orig_callable = entry  # type: ignore[attr-defined]
+    fn._torchdynamo_wrapper_id = id(fn)  # type: ignore[attr-defined]
+    return fn
+
+
 def skip_frames_below(reason: str) -> Callable[[F], F]:
     """Return a decorator that ends graphs before a function, whose callees are not compiled either.
 
     The equivalent of `torch.compiler.disable`, for functions that plan with sizes as keys of
     caches: sizes that the graph before holds as symbols are plain ints in them.
     """
-
-    def mark(fn: F) -> F:
-        frames: Any = torch._C._dynamo.eval_frame
-        skip = frames._FrameAction.SKIP
-        frames.set_code_exec_strategy(fn.__code__, frames._FrameExecStrategy(skip, skip))
-        return skip_frame(reason)(fn)
-
-    return mark
+    return lambda fn: skip_frame(reason)(run_uncompiled(fn))
 
 
 def call_while_tracing(fn: F) -> F:
@@ -63,6 +80,24 @@ def call_while_tracing(fn: F) -> F:
     """
     fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return fn
+
+
+def graph_constant(cls: C) -> C:
+    """Make the instances of an immutable class constants of graphs (a decorator).
+
+    A graph is compiled again for an instance that is not equal. The constructor and methods are
+    called while tracing, and their arguments must be constants, too.
+    """
+
+    def text(value: Any) -> tuple[str, dict[str, Any]]:
+        name = f"{cls.__name__}_{hash(value) % 2**64}"  # equal values have one name
+        return name, {name: value}
+
+    cls.__fx_repr__ = text  # type: ignore[attr-defined]
+    methods = [name for name, _ in getmembers(cls, isfunction) if name[0] != "_"]
+    members = dict.fromkeys(methods, MemberType.USE_REAL)
+    register_opaque_type(cls, typ="value", members=members)
+    return cls
 
 
 def one_node(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,6 +117,14 @@ def without_compiler() -> Iterator[None]:
         yield
     finally:
         eval_frame._stance = before
+
+
+def call_in_graph(wrapper: Callable[..., Any], fn: Callable[..., Any], *args: Any) -> Any:
+    """Return `wrapper(fn)(*args)` in a graph: `fn` is traced first, with what it closes over.
+
+    `wrapper` gets the graph of `fn` where autograd is traced.
+    """
+    return torch.ops.higher_order.dynamo_bypassing_wrapper(wrapper, fn, *args)
 
 
 class PytreeNode(NamedTuple):

@@ -17,11 +17,12 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 __all__ = [
     "FAKE_TENSOR_LOGGER", "DataDependentOutputException", "DynamicOutputShapeException",
-    "FakeTensor", "FakeTensorMode", "from_functional", "functional_mode", "is_recording",
-    "shares_memory", "sync_functional", "to_functional",
+    "FakeTensor", "FakeTensorMode", "FunctionalTensor", "from_functional", "functional_mode",
+    "is_recording", "shares_memory", "sync_functional", "to_functional",
 ]  # fmt: skip
 
 FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fshard._torch.fake_tensors import FakeTensor
+from fshard._torch.fake_tensors import FakeTensor, FunctionalTensor
 from fshard._torch.functorch import get_unwrapped, is_wrapped
 from fshard._torch.modes import DisableTorchFunction
 
@@ -48,9 +48,15 @@ def unaliased_all(
 
 
 def data_address(x: torch.Tensor) -> int:
-    """Return the first address of a storage, through wrappers; 0 for a tensor without values."""
+    """Return the first address of a storage, through wrappers; 0 for a tensor without values.
+
+    For a tensor of a functionalized trace it is the address of the storage object.
+    """
     x = innermost(x)
-    return 0 if type(x) is FakeTensor else x.untyped_storage().data_ptr()
+    if type(x) is FakeTensor:
+        return 0
+    storage = x.untyped_storage()
+    return int(storage._cdata) if type(x) is FunctionalTensor else storage.data_ptr()
 
 
 def innermost(x: torch.Tensor) -> torch.Tensor:

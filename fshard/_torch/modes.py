@@ -12,11 +12,20 @@ from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
-    "DisableTorchFunction", "TorchDispatchMode", "current_dispatch_mode", "disable_dispatch_modes",
+    "DisableTorchFunction", "DispatchMode", "current_dispatch_mode", "disable_dispatch_modes",
     "dispatch_modes", "function_modes", "pop_dispatch_mode", "pop_function_mode",
     "push_dispatch_mode", "pushed_function_modes", "replaced_function_modes",
     "without_dispatch_modes",
 ]  # fmt: skip
+
+
+class DispatchMode(TorchDispatchMode):
+    """Dispatch mode that runs without the compiler, whose import takes a second."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
 
 DisableTorchFunction = torch._C.DisableTorchFunction
 """Context in which no function mode sees an operation."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -16,7 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 
 __all__ = [
     "PrefixStore", "TCPStore", "create_group", "default_group", "default_store", "leak_groups",
-    "pending_works", "resolve_group", "strided_shard_type",
+    "pending_works", "register_meta_kernels", "resolve_group", "strided_shard_type",
 ]  # fmt: skip
 
 default_group: Callable[[], Any] = partial(attrgetter("_default_pg"), c10d._world)
@@ -26,6 +27,11 @@ resolve_group: Callable[[Any], Any] = c10d._resolve_process_group  # type: ignor
 """Return the process group of a group name."""
 pending_works: Callable[[], int] = torch._C._distributed_c10d._get_work_registry_size
 """Return the number of launched functional collectives that were not waited for."""
+
+
+def register_meta_kernels() -> None:
+    """Register the shapes of functional collectives' results, for recordings on meta tensors."""
+    importlib.import_module("torch.distributed._functional_collectives")
 
 
 def create_group(ranks: Sequence[int], rank: int, prefix: str, timeout: timedelta | None) -> str:

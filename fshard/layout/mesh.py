@@ -11,6 +11,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
+from fshard._torch.dynamo import graph_constant
 from fshard._util.errors import Problem, did_you_mean, fail, raise_if
 from fshard._util.hooks import Hook
 from fshard.layout.mesh_groups import mesh_groups, rank_group, rank_positions, sorted_ranks
@@ -38,7 +39,8 @@ def as_axes(axes: Axes, where: str = "axes") -> tuple[str, ...]:
          "'x' or ('x', 'y'), with names of the mesh's axes")  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, init=False, eq=False, repr=False)
+@graph_constant
+@dataclass(frozen=True, slots=True, init=False, eq=False, repr=False, weakref_slot=True)
 class Mesh:
     """Devices in a row-major grid with named axes; immutable and hashable.
 
@@ -128,7 +130,7 @@ class Mesh:
     @property
     def size(self) -> int:
         """Number of devices."""
-        return len(self.devices)
+        return math.prod(self.sizes)
 
     @property
     def shape(self) -> Mapping[str, int]:

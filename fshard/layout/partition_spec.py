@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from fshard._torch.dynamo import graph_constant
 from fshard._util.errors import Problem, did_you_mean, raise_if
 
 REDUCTIONS = ("sum", "avg", "max", "min", "product")
@@ -31,7 +32,8 @@ Kinds = tuple[tuple[str, str], ...]
 """Axes and their reductions, sorted by axis."""
 
 
-@dataclass(frozen=True, slots=True, init=False, eq=False, repr=False)
+@graph_constant
+@dataclass(frozen=True, slots=True, init=False, eq=False, repr=False, weakref_slot=True)
 class PartitionSpec:
     """Mapping of tensor dims to the mesh axes that shard them, with unreduced and reduced axes.
 

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from fshard._torch.dynamo import graph_constant, skip_frames_below
 from fshard._util.errors import fail, raise_if
 from fshard._util.hooks import Hook
 from fshard._util.text import axes_text
@@ -52,7 +53,7 @@ class Shard:
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, init=False, eq=False, repr=False)
+@dataclass(frozen=True, slots=True, init=False, eq=False, repr=False, weakref_slot=True)
 class Spec:
     """Layout of a global tensor: its mesh, partition, shape and dtype.
 
@@ -90,6 +91,12 @@ class Spec:
     sizes: Sizes
     _hash: int = field(repr=False)
 
+    # The constructor of a constant would refuse symbols as sizes: a graph ends before this one.
+    @skip_frames_below("a spec has integer sizes: it is made outside of graphs")
+    def __new__(cls, *_: Any, **options: Any) -> Spec:
+        """Return an instance of the class that is a constant of graphs."""
+        return object.__new__(GraphSpec)
+
     def __init__(
         self,
         mesh: Mesh,
@@ -123,7 +130,7 @@ class Spec:
         sizes: Sizes,
     ) -> Spec:
         """Build from canonical parts without checks, for steps that preserve the invariants."""
-        self = object.__new__(Spec)
+        self = object.__new__(GraphSpec)
         _fill(self, mesh, partition, shape, dtype, sizes)
         return self
 
@@ -387,6 +394,13 @@ class Spec:
         return Spec._of(self.mesh, self.partition if partition is None else partition,
                         self.shape, self.dtype if dtype is None else dtype,
                         self.sizes if sizes is None else sizes)  # fmt: skip
+
+
+@graph_constant
+class GraphSpec(Spec):
+    """Class of all specs."""
+
+    __slots__ = ()
 
 
 def _fill(

@@ -14,8 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from fshard._torch.dynamo import skip_frames_below
-from fshard._torch.modes import TorchDispatchMode
+from fshard._torch.modes import DispatchMode
 from fshard._util.cache import BoundedDict
 from fshard._util.errors import fail
 from fshard._util.text import below, bytes_text, columns, time_text
@@ -57,10 +56,10 @@ from fshard.program.program_arguments import as_topology
 from fshard.run.autograd.replicate import replicate_shards
 from fshard.run.creation import rank_on_mesh
 from fshard.run.execute import check_tuple
+from fshard.run.graph_node import graph_node
 from fshard.spmd.tracking.torch_effects import Action, effect_of
 
 MODES = ("explicit", "auto")
-OUTSIDE_OF_GRAPHS = "it plans with the sizes of its pairs: call it outside of compiled graphs"
 
 
 def on_pairs(
@@ -113,7 +112,7 @@ def on_pairs(
     return functools.partial(_apply, op, mode, topology)
 
 
-@skip_frames_below(OUTSIDE_OF_GRAPHS)
+@graph_node
 def apply(op: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Run one operation on pairs: `fs.on_pairs(op, mode=..., topology=...)(*args, **kwargs)`.
 
@@ -159,7 +158,7 @@ def _auto(op: Any) -> str:
     return 'mode="auto"'
 
 
-@skip_frames_below(OUTSIDE_OF_GRAPHS)
+@graph_node
 def _apply(op: Any, mode: str, topology: Topology | None, /, *args: Any, **kwargs: Any) -> Any:
     """Run an operation on pairs."""
     try:
@@ -352,7 +351,7 @@ def _apply_unsharded(
     return unflatten(outs[0][1], results)
 
 
-class _RefuseDraws(TorchDispatchMode):
+class _RefuseDraws(DispatchMode):
     """Mode that refuses draws from a generator, whose values would differ between ranks."""
 
     def __init__(self, op: Any) -> None:

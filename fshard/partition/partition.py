@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fshard._torch.dynamo import skip_frames_below
+from fshard._torch.dynamo import run_uncompiled, skip_frames_below
 from fshard._util.cache import BoundedDict
 from fshard._util.errors import Problem, ShardingError, fail, raise_if
 from fshard._util.text import plural
@@ -45,13 +45,10 @@ from fshard.partition.training_time import lines_time
 from fshard.program.cost.topology import Topology
 from fshard.program.program_arguments import as_topology
 from fshard.run.global_tensors import unshard
+from fshard.run.graph_node import graph_node
 from fshard.spmd.in_specs import ArgSignature, match_specs
 
 META = torch.device("meta")
-OUTSIDE_OF_GRAPHS = (
-    "a partitioned function is planned for the sizes of its arguments: it is called outside of "
-    "graphs; part.trace(*args).graph(rank) is one that can be compiled"
-)
 
 
 class Partition:
@@ -103,6 +100,7 @@ class Partition:
         self._calls: dict[Any, NumberVariants] = BoundedDict()
         self._last: PartitionedCall | None = None
         self._traces = traces or FunctionTraces(fn, self.where)
+        self._node = graph_node(self._run_in_graph)
 
     def __reduce__(self) -> tuple[Any, ...]:
         module = self.module
@@ -110,9 +108,11 @@ class Partition:
         names = "mesh", "in_specs", "out_specs", "params", "topology", "hold"
         return _rebuild, (fn, {name: getattr(self, name) for name in names})
 
-    @skip_frames_below(OUTSIDE_OF_GRAPHS)
+    @run_uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function: pairs in, pairs out; global tensors in, global tensors out."""
+        if torch.compiler.is_dynamo_compiling():
+            return self._node(*args, **kwargs)
         try:
             if kwargs:
                 args, kwargs = arguments.bind(self.fn, args, kwargs)
@@ -134,7 +134,12 @@ class Partition:
             hide_frames(error)
             raise
 
-    @skip_frames_below(OUTSIDE_OF_GRAPHS)
+    def _run_in_graph(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a call in a graph of `torch.compile`, where closures are constants."""
+        self.trace(*args, **kwargs).check_closures(self.where)
+        return self(*args, **kwargs)
+
+    @skip_frames_below("part.trace(*args).graph(rank) is a graph that can be compiled")
     def trace(self, *args: Any, **kwargs: Any) -> PartitionedCall:
         """Return the local program for arguments of one kind, without running it.
 

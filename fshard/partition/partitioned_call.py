@@ -195,11 +195,21 @@ class PartitionedCall:
 
         return run_all
 
+    @property
+    def closures(self) -> list[torch.Tensor]:
+        """Tensors that the function closes over."""
+        return [line.tensor for line in self.lines if isinstance(line, ir.ClosureTensor)]
+
+    def check_closures(self, where: str) -> None:
+        """Raise `ShardingError` if a tensor that the function closes over requires grad."""
+        if any(x.requires_grad for x in self.closures):
+            fail(where, "a closure that requires grad, in a graph of torch.compile",
+                 "tensors that the function closes over are constants of a graph",
+                 "pass it as an argument")  # fmt: skip
+
     def check_disjoint(self, tensors: Sequence[Any], where: str) -> None:
         """Raise `ShardingError` if a written tensor shares memory with another or a closure."""
-        closures = {
-            data_address(line.tensor) for line in self.lines if isinstance(line, ir.ClosureTensor)
-        } - {0}
+        closures = set(map(data_address, self.closures)) - {0}
         owners: dict[int, int] = {}
         for index in sorted(range(len(tensors)), key=lambda index: index not in self.written):
             for local in instances_in(tensors[index], torch.Tensor):

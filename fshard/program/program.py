@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fshard._torch.dynamo import run_uncompiled
 from fshard._util.errors import Problem, ShardingError, fail, raise_if
 from fshard._util.hooks import Hook
 from fshard._util.text import below, columns, folded
@@ -274,6 +275,7 @@ class Program:
 
     # -- running ----------------------------------------------------------------------
 
+    @run_uncompiled
     def __call__(self, local: Any, *, async_op: bool = False) -> Any:
         """Run the program on a local of spec `src`; differentiable unless `async_op`.
 

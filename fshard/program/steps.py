@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
+from fshard._torch.dynamo import graph_constant
 from fshard._util.errors import Problem, fail, raise_if
 from fshard._util.text import axes_text
 from fshard.layout.mesh import Mesh, as_axes
@@ -90,7 +91,8 @@ def _to_text(to: str, kind: str) -> str:
     return "" if to == "invariant" else f" to reduced{'' if kind == 'sum' else '=' + kind}"
 
 
-@dataclass(frozen=True, slots=True)
+@graph_constant
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class AllGather:
     """Sharded to invariant or reduced: every rank receives the shards of its group.
 
@@ -120,7 +122,8 @@ class AllGather:
         return f"{self.name}({axes_text(self.axes)}, dim {self.dim}){_to_text(self.to, self.kind)}"
 
 
-@dataclass(frozen=True, slots=True)
+@graph_constant
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class AllSlice:
     """Invariant or reduced to sharded: every rank keeps its slice; nothing is sent.
 
@@ -148,7 +151,8 @@ class AllSlice:
         return f"{self.name}({axes_text(self.axes)}, dim {self.dim})"
 
 
-@dataclass(frozen=True, slots=True)
+@graph_constant
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class AllReduce:
     """Unreduced to invariant or reduced: the ranks of each group add up their partial sums.
 
@@ -176,7 +180,8 @@ class AllReduce:
         return f"{self.name}({axes_text(self.axes)}){_to_text(self.to, self.kind)}"
 
 
-@dataclass(frozen=True, slots=True)
+@graph_constant
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class ReduceScatter:
     """Unreduced to sharded: partial sums are added up, and every rank keeps its slice.
 
@@ -204,7 +209,8 @@ class ReduceScatter:
         return f"{self.name}({axes_text(self.axes)}, dim {self.dim})"
 
 
-@dataclass(frozen=True, slots=True)
+@graph_constant
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class AllToAll:
     """Sharded to sharded: axes leave the minor end of one dim for the minor end of another.
 
@@ -249,7 +255,8 @@ class AllToAll:
         return f"{self.name}({'; '.join(moves)})"
 
 
-@dataclass(frozen=True, slots=True)
+@graph_constant
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class CollectivePermute:
     """Sharded to sharded with the same local shapes: devices trade complete shards.
 
@@ -279,7 +286,8 @@ class CollectivePermute:
         return f"{self.name}({self.partition!r})"
 
 
-@dataclass(frozen=True, slots=True)
+@graph_constant
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Exchange:
     """Any layout to any other: each rank receives the elements that it lacks, and no more.
 
@@ -319,7 +327,8 @@ class Exchange:
         return f"{self.name}({self.partition!r}{to})"
 
 
-@dataclass(frozen=True, slots=True)
+@graph_constant
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Remesh:
     """The same shards on the same devices, described on another mesh; nothing is sent or copied.
 
@@ -346,7 +355,8 @@ class Remesh:
         return f"{self.name}({self.mesh})"
 
 
-@dataclass(frozen=True, slots=True)
+@graph_constant
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class InvariantToReduced:
     """Invariant to reduced: each rank uses the same value for different work from then on.
 
@@ -373,7 +383,8 @@ class InvariantToReduced:
         return f"{self.name}({axes_text(self.axes)}{kind})"
 
 
-@dataclass(frozen=True, slots=True)
+@graph_constant
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class ReducedToInvariant:
     """Reduced to invariant; nothing is sent. Transpose: `ReplicatedToUnreduced`.
 
@@ -395,7 +406,8 @@ class ReducedToInvariant:
         return f"{self.name}({axes_text(self.axes)})"
 
 
-@dataclass(frozen=True, slots=True)
+@graph_constant
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class ReplicatedToUnreduced:
     """Invariant or reduced to unreduced: the value on coordinate 0, the neutral element elsewhere.
 
@@ -422,7 +434,8 @@ class ReplicatedToUnreduced:
         return f"{self.name}({axes_text(self.axes)}{kind})"
 
 
-@dataclass(frozen=True, slots=True)
+@graph_constant
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class ShardedToUnreduced:
     """Sharded to unreduced: each rank embeds its shard in neutral elements; nothing is sent.
 
@@ -456,7 +469,8 @@ class ShardedToUnreduced:
         return f"{self.name}({axes_text(self.axes)}, dim {self.dim}{by}{kind})"
 
 
-@dataclass(frozen=True, slots=True)
+@graph_constant
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Cast:
     """A change of dtype, from complex to real the real part. Transpose: the cast back.
 

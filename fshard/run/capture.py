@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from fshard._torch.legacy_vmap import is_legacy_batched
 from fshard._torch.memory import materialized, storage_address
-from fshard._torch.modes import TorchDispatchMode, disable_dispatch_modes
+from fshard._torch.modes import DispatchMode, disable_dispatch_modes
 from fshard._torch.operators import builtin_of, schema_of
 from fshard._torch.process_groups import resolve_group
 from fshard._util.cache import BoundedDict
@@ -80,7 +80,7 @@ class RecordedOp(NamedTuple):
         return self.func in LINEAR_OPS
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(DispatchMode):
     """List of the operations that run in a block."""
 
     def __init__(self) -> None:

@@ -155,7 +155,11 @@ def _same_sizes(spec: Spec, group: Group, dims: Iterable[int]) -> bool:
 
 
 def _gather(member: _Member, src: Spec, dim: int, divisor: int) -> Wire:
-    """Return the wire of an all-gather of equal shards, which are received as a stack."""
+    """Return the wire of an all-gather of equal shards, which are received as a stack.
+
+    Here and in `_scatter` dims are permuted: `torch.cat` and `torch.stack` import the compiler for
+    meta tensors, which a recording has.
+    """
     n, shape = len(member.group), src.local_shape(member.rank)
     rows = (n * shape[0], *shape[1:])
 
@@ -165,7 +169,7 @@ def _gather(member: _Member, src: Spec, dim: int, divisor: int) -> Wire:
         elif dim == 0:
             y = moved.reshape(rows)  # a coalesced stack is not contiguous
         else:
-            y = torch.cat(moved.view(n, *shape).unbind(0), dim)
+            y = moved.view(n, *shape).movedim(0, dim).flatten(dim, dim + 1)
         return y if divisor == 1 else over(y, divisor)
 
     sent = (n - 1) * math.prod(shape)
@@ -189,7 +193,7 @@ def _scatter(member: _Member, dst: Spec, dim: int, op: str) -> Wire:
     rows = (n, *shape)
 
     def pack(x: torch.Tensor) -> torch.Tensor:
-        return x.reshape(rows) if dim == 0 else torch.stack(x.chunk(n, dim))
+        return x.reshape(rows) if dim == 0 else x.unflatten(dim, (n, shape[dim])).movedim(dim, 0)
 
     def unpack(moved: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
         return moved if moved.shape == shape else moved.view(shape)

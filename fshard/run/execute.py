@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from fshard._torch.dynamo import skip_frame
 from fshard._torch.functorch import is_transformed
 from fshard._torch.legacy_vmap import is_legacy_batched
 from fshard._util.cache import CACHE_SIZE
@@ -20,6 +19,7 @@ from fshard.layout.mesh import Mesh
 from fshard.layout.spec import Spec
 from fshard.layout.tree import is_pair
 from fshard.program.program import Program, run_program_hook
+from fshard.program.steps import Step
 from fshard.run.autograd.linear_function import (
     ProgramGroup,
     apply_linear,
@@ -27,6 +27,7 @@ from fshard.run.autograd.linear_function import (
     are_linear,
 )
 from fshard.run.capture import Recording, Recordings, record, replay
+from fshard.run.graph_node import graph_node
 from fshard.run.interpreter import launch, program_text, ranks_of
 from fshard.run.transports.base import (
     LABEL,
@@ -144,10 +145,6 @@ def _input_of(prog: Program, rank: int) -> tuple[torch.Size, torch.dtype] | None
 
 
 @run_program_hook.set
-@skip_frame(
-    "a program's call is not a node of a graph: call it outside of what torch.compile traces, "
-    "or in its place fs.psum, fs.all_gather and the other collectives"
-)
 def run_program(prog: Program, local: Any, *, async_op: bool = False) -> Any:
     """Run a program on this rank's local, or on a tuple of the shards of all simulated ranks.
 
@@ -156,6 +153,8 @@ def run_program(prog: Program, local: Any, *, async_op: bool = False) -> Any:
     passes None or an empty tensor (one that requires grad if gradients are to come back from it),
     one outside of the target's gets an empty tensor.
     """
+    if torch.compiler.is_dynamo_compiling():
+        return _run_in_graph(prog, local, async_op)
     if local is None:
         local = empty_local(prog)
     if not isinstance(local, torch.Tensor):
@@ -165,6 +164,23 @@ def run_program(prog: Program, local: Any, *, async_op: bool = False) -> Any:
         return _run_local(prog, local, async_op)
     run = lambda x: _run_local(prog, x, async_op)  # noqa: E731
     return run_typed_hook.call(_where(prog), local, prog.src, prog.dst, run)
+
+
+def _run_in_graph(prog: Program, local: Any, async_op: bool) -> Any:
+    result = _run_steps(prog.src, prog.steps, (prog.forward_dtype, prog.backward_dtype), local)
+    return Pending(lambda: result) if async_op else result
+
+
+@graph_node
+def _run_steps(
+    src: Spec,
+    steps: tuple[Step, ...],
+    dtypes: tuple[torch.dtype | None, torch.dtype | None],
+    local: Any,
+) -> Any:
+    """Run the program of these steps, which are constants of a graph."""
+    forward, backward = dtypes
+    return Program(src, steps, forward_dtype=forward, backward_dtype=backward)(local)
 
 
 def empty_local(prog: Program) -> torch.Tensor | None:

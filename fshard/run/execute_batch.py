@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from fshard._torch.dynamo import skip_frame
 from fshard._torch.functorch import is_transformed
 from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import fail
@@ -51,7 +50,6 @@ LeafTensors = list[Tensors]
 
 
 @run_batch_hook.set
-@skip_frame("a batch's call is not a node of a graph: call it outside of what torch.compile traces")
 def run_batch(batch: Batch, tree: Any, *, async_op: bool = False) -> Any:
     """Run a batch on a tree of this rank's locals, or of tuples of the shards of all ranks.
 

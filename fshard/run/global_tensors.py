@@ -10,7 +10,6 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 from torch.autograd.function import once_differentiable
 
-from fshard._torch.dynamo import skip_frames_below
 from fshard._torch.memory import unaliased
 from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import fail
@@ -26,6 +25,7 @@ from fshard.program.steps import AllSlice, InvariantToReduced, ReplicatedToUnred
 from fshard.run.autograd.replicate import replicate_shards, replicated_value
 from fshard.run.execute import Pending, check_shards, run_typed_hook
 from fshard.run.from_local import header_of, read_header
+from fshard.run.graph_node import graph_node
 from fshard.run.transports.base import (
     Label,
     Transport,
@@ -39,7 +39,6 @@ from fshard.run.transports.reduce_dtypes import neutral_like, over
 
 T = TypeVar("T")
 TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
-PLANS = "it plans with the sizes of its spec: call it outside of what torch.compile traces"
 
 
 def _neutral_kind(spec: Spec, rank: int) -> str | None:
@@ -159,7 +158,7 @@ def _layout_of(x: Any, layout: Any, partition: Any, where: str) -> Spec:
     return _spec_on(mesh, partition_of(mesh, partition, x.ndim), tuple(x.shape), x.dtype)
 
 
-@skip_frames_below(PLANS)
+@graph_node
 def shard(
     global_tensor: torch.Tensor,
     spec: Spec | Mesh,
@@ -229,7 +228,7 @@ def local_view(x: torch.Tensor, spec: Spec) -> Any:
     return _typed("fs.shard", x, replicated(spec), spec, shard_program(spec))
 
 
-@skip_frames_below(PLANS)
+@graph_node
 def unshard(pair: Pair, /) -> torch.Tensor:
     """Return the global tensor of a pair on every rank, by gathers and reductions.
 
@@ -268,7 +267,7 @@ def reshard(
 def reshard(
     pair: Pair, to: Spec | PartitionSpec, /, *, async_op: Literal[True], **options: Any
 ) -> Pending: ...
-@skip_frames_below(PLANS)
+@graph_node
 def reshard(
     pair: Pair, to: Spec | PartitionSpec, /, *, async_op: bool = False, **options: Any
 ) -> Any:

@@ -5,6 +5,7 @@ A call goes `shard_map` -> `mapped_function` -> `in_specs` (a spec for each argu
 
 - `shard_map`, `smap`: the public transforms.
 - `mapped_function`: calls of a mapped function, planned once per kind of call.
+- `graph_call`: calls that are a part of a graph of `torch.compile`.
 - `in_specs`: arguments matched with `in_specs`.
 - `boundary`: arguments to locals, locals to global tensors or pairs.
 - `closure_inputs`: tensors that the function closes over, as differentiable inputs.

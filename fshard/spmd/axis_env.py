@@ -35,7 +35,7 @@ class BoundAxes:
     """
 
     __slots__ = (
-        "axes", "backward_task", "mesh", "outer", "outer_axes", "pendings", "previous_mesh",
+        "axes", "backward_task", "mesh", "outer", "outer_axes", "pendings", "previous_axes",
         "token", "tracker",
     )  # fmt: skip
 
@@ -50,13 +50,14 @@ class BoundAxes:
     def __enter__(self) -> BoundAxes:
         self.token: Token[BoundAxes | None] = _BOUND.set(self)
         if not is_simulated():
-            self.previous_mesh, COMPILE_MESH[0] = COMPILE_MESH[0], self.mesh
+            self.previous_axes = GRAPH_AXES[0]
+            GRAPH_AXES[0] = self.mesh, self.axes
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
         _BOUND.reset(self.token)
         if not is_simulated():
-            COMPILE_MESH[0] = self.previous_mesh
+            GRAPH_AXES[0] = self.previous_axes
         if self.pendings:
             _abandon(self.pendings, None if kind else "a mapped function")
 
@@ -95,8 +96,8 @@ def run_rank_code(fn: Callable[..., Any], args: Sequence[Any]) -> Any:
 
 _BOUND: ContextVar[BoundAxes | None] = ContextVar("fshard_axes", default=None)
 
-COMPILE_MESH: list[Mesh | None] = [None]
-"""The mesh bound in this process as a rank, in a place where `torch.compile` guards on it."""
+GRAPH_AXES: list[tuple[Mesh, frozenset[str]] | None] = [None]
+"""Mesh and axes bound in this process as a rank, in a place where `torch.compile` guards on it."""
 
 
 def current_axes() -> BoundAxes | None:

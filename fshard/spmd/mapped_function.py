@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fshard._torch.checkpointing import checkpoint_form
-from fshard._torch.dynamo import skip_frames_below
+from fshard._torch.dynamo import run_uncompiled
 from fshard._torch.functorch import is_transformed
 from fshard._util.cache import BoundedDict
 from fshard._util.errors import fail, raise_if
@@ -45,6 +45,7 @@ from fshard.spmd.boundary import (
     same_gradients,
 )
 from fshard.spmd.closure_inputs import call_function, replaced_closures
+from fshard.spmd.graph_call import traceable
 from fshard.spmd.in_specs import ArgSignature, Argument, PathSpec, match_specs, read_placements
 from fshard.spmd.mesh_scope import Scope, check_check, local_map_scope, shard_map_scope
 from fshard.spmd.simulated_map import map_ranks, run_body
@@ -64,7 +65,6 @@ Key = tuple[Any, ...]
 MAP_RECORDER = ContextVar[Callable[..., Any] | None]("fshard_map_recorder", default=None)
 """Function of a `MappedFunction`, args and kwargs that a trace calls in the place of a call."""
 
-UNTRACED = "a mapped function runs its body on its ranks"
 TENSOR = object()
 """Stands for a tensor among the leaves of a rank's result."""
 
@@ -89,14 +89,17 @@ def map_function(
         fail(where, f"{fn!r}", "the first argument must be a function", f"{where}(fn, ...)")
     function = MappedFunction(fn, where, mesh, in_specs, out_specs, axis_names, **options)
 
-    @skip_frames_below(UNTRACED)
+    @run_uncompiled
     def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return in_graph(args, kwargs)
         try:
             return function.call(args, kwargs)
         except Exception as error:
             hide_frames(error)
             raise
 
+    in_graph = traceable(function, uncompiled=call)
     # Without the attributes of a module.
     return functools.update_wrapper(call, fn, updated=())
 
@@ -185,6 +188,16 @@ class MappedFunction:
         """Return the specs of the leaves of global arguments, None for those without one."""
         arguments = self._plan(args, kwargs, None, None).arguments
         return tuple([arg.spec for arg in arguments or ()])
+
+    def scope_of_rank(self) -> Scope:
+        """Return the scope of a call as this process's rank, outside of other calls."""
+        return self._scope((), current_transport(), None)
+
+    def rank_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MappedCall:
+        """Return a call as this process's rank, outside of other calls."""
+        plan = self._plan(args, kwargs, current_transport(), None)
+        assert plan.arguments is not None
+        return MappedCall(self, plan, plan.arguments, flatten((args, kwargs))[0], None)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], outer: BoundAxes | None) -> Any:
         """Look up or make the plan, and run the call as every rank or as this one."""
@@ -330,26 +343,34 @@ class MappedCall:
     def body(self, rank: int, locals_: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """Call the function as one rank, and return the tensors of its result in order."""
         function = self.function
-        args, kwargs = unflatten(self.plan.treedef, self.inputs(locals_))
+        args, kwargs = self.local_tree(locals_)
         tracker = self.outer or new_tracker(function.check, self.scope, function.where)
         if tracker is None:
-            return self.record_result(rank, call_function(function.fn, args, kwargs))[1]
+            return self.typed_result(None, rank, call_function(function.fn, args, kwargs))
         set_argument_types(tracker, self.scope, self.arguments, self.values, locals_)
         with track_body(tracker, inner=self.outer is not None):
-            result = call_function(function.fn, args, kwargs)
-            with tracker.pause():
-                tree, ys = self.record_result(rank, result)
-            path_specs = function.specs_of(tree)
-            promised = [path_specs[index] for index in tree.tensor_indices]
-            return check_result_types(tracker, self.scope, promised, ys, self.non_tensors(rank))
+            return self.typed_result(tracker, rank, call_function(function.fn, args, kwargs))
 
-    def inputs(self, locals_: tuple[torch.Tensor, ...]) -> Sequence[Any]:
-        """Return one rank's leaves of the arguments: locals, or values without a spec."""
-        if len(locals_) == len(self.values):
-            return locals_
-        remaining = iter(locals_)
-        arguments = zip(self.arguments, self.values, strict=True)
-        return [value if arg.spec is None else next(remaining) for arg, value in arguments]
+    def typed_result(
+        self, tracker: Tracker | None, rank: int, result: Any
+    ) -> tuple[torch.Tensor, ...]:
+        """Record the result of the function on a rank, and return its tensors, types checked."""
+        if tracker is None:
+            return self.record_result(rank, result)[1]
+        with tracker.pause():
+            tree, ys = self.record_result(rank, result)
+        path_specs = self.function.specs_of(tree)
+        promised = [path_specs[index] for index in tree.tensor_indices]
+        return check_result_types(tracker, self.scope, promised, ys, self.non_tensors(rank))
+
+    def local_tree(self, locals_: tuple[torch.Tensor, ...]) -> Any:
+        """Return one rank's arguments: locals, and the values without a spec."""
+        leaves: Sequence[Any] = locals_
+        if len(locals_) != len(self.values):
+            remaining = iter(locals_)
+            arguments = zip(self.arguments, self.values, strict=True)
+            leaves = [value if arg.spec is None else next(remaining) for arg, value in arguments]
+        return unflatten(self.plan.treedef, leaves)
 
     def record_result(self, rank: int, result: Any) -> tuple[ResultTree, tuple[torch.Tensor, ...]]:
         """Return the tree and tensors of one rank's result; the other leaves are recorded."""

@@ -36,7 +36,8 @@ ONLY_IN = {
 PRIVATE_TORCH_ATTRIBUTES = {
     "_backward_hooks", "_base", "_can_decompose", "_cdata", "_current_level", "_default_pg",
     "_dynamo_marked_constant", "_grad_fn", "_is_view", "_op", "_qualified_op_name", "_schema",
-    "_torchdynamo_disable", "_torchdynamo_disable_msg", "_values", "_version",
+    "_torchdynamo_disable", "_torchdynamo_disable_msg", "_torchdynamo_orig_callable",
+    "_torchdynamo_wrapper_id", "_values", "_version",
 }  # fmt: skip
 """Attributes of PyTorch's tensors, operators and modules that only `_torch` may use."""
 MAX_FILE_LINES = 500

@@ -27,7 +27,7 @@ from fshard._torch.fake_tensors import (
     to_functional,
 )
 from fshard._torch.memory import storage_address
-from fshard._torch.modes import TorchDispatchMode
+from fshard._torch.modes import DispatchMode
 from fshard._torch.operators import OpOverload, schema_of, schema_or_none
 from fshard._util.errors import fail
 from fshard.layout.tree import tensors_in
@@ -275,7 +275,7 @@ def check_writes(
     return lost, tracked
 
 
-class ClosureGuard(TorchDispatchMode):
+class ClosureGuard(DispatchMode):
     """Mode that refuses writes to tensors that a traced function closes over.
 
     `check_leaks` refuses results that the function keeps outside, which have no values.

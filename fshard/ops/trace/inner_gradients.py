@@ -28,7 +28,7 @@ from fshard._torch.functorch import (
     transform_level,
 )
 from fshard._torch.memory import innermost
-from fshard._torch.modes import TorchDispatchMode, function_modes
+from fshard._torch.modes import DispatchMode, function_modes
 from fshard._torch.operators import is_query
 from fshard._util.errors import fail
 from fshard.layout.tree import tensors_in
@@ -170,7 +170,7 @@ class BelowAutograd(TraceMode):
 _GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 
 
-class SavedTensors(TorchDispatchMode):
+class SavedTensors(DispatchMode):
     """Mode that notes which graph nodes are autograd's detached copies of saved tensors.
 
     `undo_detach` puts the originals back, so that second derivatives reach them.

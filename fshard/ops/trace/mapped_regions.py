@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from fshard._torch.fake_tensors import FakeTensor
 from fshard._torch.functorch import is_transformed
 from fshard._torch.modes import (
-    TorchDispatchMode,
+    DispatchMode,
     function_modes,
     pushed_function_modes,
     replaced_function_modes,
@@ -303,7 +303,7 @@ def _without_traced_tensors(fn: Callable[..., Any], where: str) -> Callable[...,
     return run
 
 
-class _RefuseTracedTensors(TorchDispatchMode):
+class _RefuseTracedTensors(DispatchMode):
     """Mode that refuses operands that are values of a trace."""
 
     def __init__(self, where: str) -> None:

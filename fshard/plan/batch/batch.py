@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, TypeVar
 
+from fshard._torch.dynamo import skip_frames_below
 from fshard._util.errors import Problem, ShardingError, raise_if
 from fshard._util.hooks import Hook
 from fshard._util.text import below, columns, folded, plural
@@ -200,6 +201,7 @@ class Batch:
 
     # -- running ----------------------------------------------------------------------
 
+    @skip_frames_below("a batch is not a node of a graph: its programs are")
     def __call__(self, locals: Any, *, async_op: bool = False) -> Any:  # noqa: A002
         """Run on the locals that this process holds, and return those of the target specs.
 

@@ -17,6 +17,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from fshard._torch.dynamo import graph_constant
 from fshard._util.errors import Problem, ShardingError, fail, raise_if
 from fshard._util.text import rate_text, time_text
 from fshard.layout.mesh import Axes, Mesh, as_axes, as_mesh
@@ -56,7 +57,8 @@ NVLINK = Link(latency=0.6e-6, bandwidth=360e9)
 INFINIBAND = Link(latency=2.7e-6, bandwidth=45e9)
 
 
-@dataclass(frozen=True, slots=True)
+@graph_constant
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Topology:
     """Machine that programs are planned and costed for: seconds per byte, message and launch.
 

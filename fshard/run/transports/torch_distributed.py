@@ -30,6 +30,7 @@ from fshard._torch.process_groups import (
     default_store,
     leak_groups,
     pending_works,
+    register_meta_kernels,
     resolve_group,
 )
 from fshard._util.errors import fail
@@ -355,6 +356,7 @@ def init(
     ...     fs.init(fs.Mesh(x=2), timeout=60)
     """
     mesh = as_mesh(mesh, "fs.init")
+    register_meta_kernels()
     if not dist.is_initialized():
         required = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         missing = [name for name in required if name not in os.environ]

@@ -52,7 +52,7 @@ from fshard.run.transports.shape_only import ShapeTransport, meta_as_real
 from fshard.spmd.axis_env import BoundAxes, current_axes, current_tracker
 from fshard.spmd.closure_inputs import replaced_closures
 from fshard.spmd.collectives.argument_key import plain_key
-from fshard.spmd.collectives.compile_node import tree_node
+from fshard.spmd.collectives.compile_node import bound_node
 from fshard.spmd.types import TypeSignature
 
 Tree = TypeVar("Tree")
@@ -119,11 +119,11 @@ def collective(
         return launch_collective(_cached_plan(key, make_plan, args, kwargs), x)()
 
     run_plan.__name__ = make_plan.__name__
-    node = tree_node(run_plan)
+    node = bound_node(run_plan)
 
     @functools.wraps(make_plan)
     def run(x: Tree, /, *args: Options.args, **kwargs: Options.kwargs) -> Tree:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return node(x, *args, **kwargs)
         try:
             try:

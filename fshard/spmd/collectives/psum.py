@@ -32,7 +32,7 @@ from fshard.spmd.collectives.collective_plan import (
     require_number,
     require_tensor,
 )
-from fshard.spmd.collectives.compile_node import tree_as_node
+from fshard.spmd.collectives.compile_node import as_node
 from fshard.spmd.collectives.gather_scatter import gather_transfer, product_of_rows
 from fshard.spmd.collectives.pcast import axis_index
 from fshard.spmd.collectives.wire_dtypes import NO_WIRE_DTYPES, WireDtypes, check_wire_dtypes
@@ -321,7 +321,7 @@ def pprod(
     return CollectivePlan("fs.pprod", leaf, signature)
 
 
-@tree_as_node
+@as_node
 def pargmax(x: Tree, axis_name: Axes, *, mesh: Mesh | None = None) -> Tree:
     """Return the index along axes of the rank with the largest element, on every rank.
 
@@ -349,7 +349,7 @@ def pargmax(x: Tree, axis_name: Axes, *, mesh: Mesh | None = None) -> Tree:
     return _index_of_extreme("max", "fs.pargmax", x, axis_name, mesh)
 
 
-@tree_as_node
+@as_node
 def pargmin(x: Tree, axis_name: Axes, *, mesh: Mesh | None = None) -> Tree:
     """Return the index along axes of the rank with the smallest element, on every rank.
 

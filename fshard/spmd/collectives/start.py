@@ -56,7 +56,7 @@ def start(
     tensor([8.])
     """
     _check_op(op)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         result = op(x, *args, **kwargs)
         return Pending(lambda: result)
     plan = COLLECTIVE_PLANS[op](*args, **kwargs)

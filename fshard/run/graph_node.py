@@ -1,0 +1,81 @@
+"""Functions that are one node in graphs of `torch.compile`, traced into below autograd.
+
+The tracer of Python does not follow plans and programs. It puts the call into its graph; functional
+collectives and the transposes of the backward pass are traced where autograd is. Only the process
+of a rank has such graphs: in a simulation, which runs all ranks, a graph ends before the call.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from fshard._torch.dynamo import (
+    call_while_tracing,
+    graph_constant,
+    one_node,
+    run_uncompiled,
+    skip_frames_below,
+    tree_map,
+)
+from fshard.run.transports.base import current_transport, is_simulated
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+UNTRACED = "a graph has the work of one rank, under torchrun; simulated ranks run uncompiled"
+
+
+@graph_constant
+@dataclass(frozen=True)
+class Constant:
+    """None or a function among the arguments and results of nodes, which do not take them bare."""
+
+    value: Any
+
+
+def graph_node(fn: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Return `fn` as one node of graphs: of tensors, pairs, constants, and trees of them."""
+
+    def run(args: Any, kwargs: Any) -> Any:
+        args, kwargs = tree_map(_unwrap, (args, kwargs))
+        return tree_map(_wrap, fn(*args, **kwargs))
+
+    run.__name__ = fn.__name__
+    created: list[Callable[[Any, Any], Any]] = []  # on a rank, the function as the tracer takes it
+
+    @call_while_tracing  # the tracer then reads what it has put into the list
+    def create() -> None:
+        if is_simulated() or current_transport() is None:
+            created.clear()
+        elif not created:
+            created.append(one_node(run))
+
+    @run_uncompiled
+    @functools.wraps(fn)
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        if not torch.compiler.is_dynamo_compiling():
+            return fn(*args, **kwargs)
+        create()
+        if not created:
+            return outside(*args, **kwargs)
+        result: Result = tree_map(_unwrap, created[0](*tree_map(_wrap, (args, kwargs))))
+        return result
+
+    @skip_frames_below(UNTRACED)
+    def outside(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        return fn(*args, **kwargs)
+
+    return call
+
+
+def _wrap(x: Any) -> Any:
+    return Constant(x) if x is None or callable(x) else x
+
+
+def _unwrap(x: Any) -> Any:
+    return x.value if isinstance(x, Constant) else x

@@ -1,0 +1,54 @@
+"""`torch._dynamo`, whose import takes a second, is not imported by calls that are not compiled."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+SCRIPT = """
+import os, sys
+import torch, torch.distributed as dist
+import fshard as fs
+from fshard import Mesh, P, Spec
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+mesh, real = Mesh(i=2), len(sys.argv) > 1
+src = Spec(mesh, P("i"), shape=(4, 4))
+prog = fs.redistribute(src, src.replace(partition=P(None, "i")))
+if real:
+    os.environ.update(RANK="0", WORLD_SIZE="2")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    fs.init(mesh)
+x = torch.ones(4, 4, requires_grad=True)
+
+def body(x):
+    wide = fs.all_gather(x, "i", axis=1, tiled=True)
+    y = fs.psum(x, "i") + fs.psum_scatter(wide, "i", tiled=True).sum()
+    return fs.all_to_all(y * fs.pmax(x.detach(), "i"), "i", 0, 1, tiled=True)
+
+for check in (True, False):
+    f = fs.shard_map(body, mesh=mesh, in_specs=P("i"), out_specs=P("i"), check=check)
+    for _ in range(3):
+        f(x).sum().backward()
+for _ in range(3):
+    pair = fs.reshard((prog(fs.shard(x, src).local), prog.dst), P(unreduced={"i"}))
+    product = fs.apply(torch.matmul, fs.shard(x, src), fs.shard(x, mesh, P()))
+    (fs.unshard(pair) + fs.unshard(product)).sum().backward()
+assert "torch._dynamo" not in sys.modules
+os._exit(0)
+"""
+
+
+def run(*arguments: str) -> str:
+    command = [sys.executable, "-c", SCRIPT, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)
+    return done.stderr if done.returncode else ""
+
+
+def test_calls_do_not_import_the_compiler() -> None:
+    assert run() == ""
+
+
+def test_calls_of_ranks_do_not_import_the_compiler() -> None:
+    assert run("rank") == ""
