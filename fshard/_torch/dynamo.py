@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from inspect import getmembers, isfunction
+from inspect import getclosurevars, getmembers, isfunction
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -22,7 +22,8 @@ from torch.utils._pytree import (
 )
 
 __all__ = [
-    "PytreeNode", "call_in_graph", "call_while_tracing", "graph_constant", "one_node",
+    "PytreeNode", "call_in_graph", "call_while_tracing", "compiler_of",
+    "graph_constant", "one_node",
     "register_pytree_node", "registered_node", "run_uncompiled", "skip_frame", "skip_frames_below",
     "tree_flatten", "tree_map", "tree_unflatten", "without_compiler",
 ]  # fmt: skip
@@ -125,6 +126,22 @@ def call_in_graph(wrapper: Callable[..., Any], fn: Callable[..., Any], *args: An
     `wrapper` gets the graph of `fn` where autograd is traced.
     """
     return torch.ops.higher_order.dynamo_bypassing_wrapper(wrapper, fn, *args)
+
+
+def compiler_of(fn: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """Return what a compiled function or module was compiled from, and the function that did it.
+
+    The function compiles others in the same way. None for a function that is not compiled.
+    """
+    eval_frame: Any = sys.modules.get("torch._dynamo.eval_frame")
+    if eval_frame is None:
+        return None
+    if isinstance(fn, eval_frame.OptimizedModule):
+        return fn._orig_mod, fn.dynamo_ctx
+    if not hasattr(fn, "get_compiler_config"):
+        return None
+    context = getclosurevars(fn).nonlocals["self"]
+    return fn._torchdynamo_orig_callable, context  # type: ignore[attr-defined]
 
 
 class PytreeNode(NamedTuple):

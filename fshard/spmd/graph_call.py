@@ -7,6 +7,7 @@ traced, with types tracked: casts are inserted once for all calls of the graph.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from fshard._torch.dynamo import (
     call_in_graph,
     call_while_tracing,
     graph_constant,
+    run_uncompiled,
     skip_frames_below,
     tree_flatten,
     tree_map,
@@ -27,7 +29,7 @@ from fshard.layout.sharded import Sharded
 from fshard.layout.spec import Spec
 from fshard.run.graph_node import graph_node
 from fshard.run.transports.base import current_transport, is_simulated
-from fshard.spmd.axis_env import GRAPH_AXES, BoundAxes, current_tracker
+from fshard.spmd.axis_env import GRAPH_AXES, BoundAxes, current_axes, current_tracker
 from fshard.spmd.tracking.typed_body import (
     new_tracker,
     pause_types,
@@ -110,6 +112,25 @@ def traceable(
         return result
 
     return call
+
+
+def compile_on_ranks(
+    mapped: Callable[..., Any], compile_: Callable[..., Any], fn: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return a mapped function that runs compiled on a rank, and as it is in all other places.
+
+    `fn` is the compiled body, whose name it gets.
+    """
+    compiled = compile_(mapped)
+
+    @run_uncompiled
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return mapped(*args, **kwargs)
+        on_rank = current_transport() is not None and not is_simulated() and current_axes() is None
+        return (compiled if on_rank else mapped)(*args, **kwargs)
+
+    return functools.update_wrapper(call, fn, updated=())
 
 
 def _run_typed(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fshard._torch.checkpointing import checkpoint_form
-from fshard._torch.dynamo import run_uncompiled
+from fshard._torch.dynamo import compiler_of, run_uncompiled
 from fshard._torch.functorch import is_transformed
 from fshard._util.cache import BoundedDict
 from fshard._util.errors import fail, raise_if
@@ -45,7 +45,7 @@ from fshard.spmd.boundary import (
     same_gradients,
 )
 from fshard.spmd.closure_inputs import call_function, replaced_closures
-from fshard.spmd.graph_call import traceable
+from fshard.spmd.graph_call import compile_on_ranks, traceable
 from fshard.spmd.in_specs import ArgSignature, Argument, PathSpec, match_specs, read_placements
 from fshard.spmd.mesh_scope import Scope, check_check, local_map_scope, shard_map_scope
 from fshard.spmd.simulated_map import map_ranks, run_body
@@ -87,6 +87,13 @@ def map_function(
         return lambda fn: map_function(fn, where, mesh, in_specs, out_specs, axis_names, **options)
     if not callable(fn):
         fail(where, f"{fn!r}", "the first argument must be a function", f"{where}(fn, ...)")
+    compiler = None if check is False else compiler_of(fn)
+    if compiler is not None:  # types are tracked in its graph, not around it
+        body, compile_ = compiler
+        options |= {"mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
+        return compile_on_ranks(
+            map_function(body, where, axis_names=axis_names, **options), compile_, fn
+        )
     function = MappedFunction(fn, where, mesh, in_specs, out_specs, axis_names, **options)
 
     @run_uncompiled

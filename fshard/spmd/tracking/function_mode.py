@@ -23,6 +23,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fshard._torch.checkpointing import checkpoint_form
+from fshard._torch.dynamo import without_compiler
 from fshard._util.tracebacks import runs_users_operation
 from fshard.layout.tree import tensors_in
 from fshard.spmd.tracking.inner_autograd import (
@@ -412,6 +413,7 @@ def _run_state(tracker: Tracker, func: Any, effect: OpEffect, args: Args, kwargs
 
 @contextmanager
 def track_types(tracker: Tracker) -> Iterator[None]:
-    """Track the types of all results in the block."""
-    with checkpoint_form(), patched_entry_points(tracker), TypeTrackingMode(tracker):
-        yield
+    """Track the types of all results in the block, where compiled functions run uncompiled."""
+    with without_compiler(), checkpoint_form(), patched_entry_points(tracker):
+        with TypeTrackingMode(tracker):
+            yield

@@ -154,6 +154,36 @@ def test_checked_body_is_typed_while_it_is_traced() -> None:
         assert [op for op in checked if op != "aten.view.default"] == unchecked  # casts are views
 
 
+class Body(torch.nn.Module):
+    """A module as the body of a mapped function."""
+
+    def forward(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return weighted(x, w)
+
+
+def run_compiled_bodies() -> list[tuple[float, int]]:
+    fs.init(MESH)
+    expected = value_and_gradients(mapped(weighted))
+    part = torch.compile(torch.tanh, backend="eager")
+    within = lambda x, w: fs.psum(part(x @ fs.pcast(w, "i", to="varying")).sum(0), "i")  # noqa: E731
+    results = []
+    for body in (weighted, Body(), within):
+        torch._dynamo.reset()
+        counters = torch._dynamo.utils.counters
+        counters.clear()
+        compiled = torch.compile(body, backend="aot_eager", fullgraph=True)
+        found = value_and_gradients(mapped(body if body is within else compiled))
+        difference = max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True))
+        results.append((difference, counters["stats"]["unique_graphs"]))
+    return results
+
+
+def test_compiled_bodies_are_typed_in_their_graph() -> None:
+    for function, module, within in run_ranks(2, run_compiled_bodies):
+        assert max(function[0], module[0], within[0]) < 1e-12
+        assert (function[1], module[1], within[1]) == (1, 1, 0)  # in a body it runs uncompiled
+
+
 def run_refused() -> list[str]:
     fs.init(MESH)
     texts = []
