@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from fshard._torch.dynamo import graph_constant
 from fshard._util.errors import Problem, fail, raise_if
 from fshard._util.text import axes_text
 from fshard.layout.mesh import Mesh, as_axes
@@ -91,7 +90,6 @@ def _to_text(to: str, kind: str) -> str:
     return "" if to == "invariant" else f" to reduced{'' if kind == 'sum' else '=' + kind}"
 
 
-@graph_constant
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class AllGather:
     """Sharded to invariant or reduced: every rank receives the shards of its group.
@@ -122,7 +120,6 @@ class AllGather:
         return f"{self.name}({axes_text(self.axes)}, dim {self.dim}){_to_text(self.to, self.kind)}"
 
 
-@graph_constant
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class AllSlice:
     """Invariant or reduced to sharded: every rank keeps its slice; nothing is sent.
@@ -151,7 +148,6 @@ class AllSlice:
         return f"{self.name}({axes_text(self.axes)}, dim {self.dim})"
 
 
-@graph_constant
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class AllReduce:
     """Unreduced to invariant or reduced: the ranks of each group add up their partial sums.
@@ -180,7 +176,6 @@ class AllReduce:
         return f"{self.name}({axes_text(self.axes)}){_to_text(self.to, self.kind)}"
 
 
-@graph_constant
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class ReduceScatter:
     """Unreduced to sharded: partial sums are added up, and every rank keeps its slice.
@@ -209,7 +204,6 @@ class ReduceScatter:
         return f"{self.name}({axes_text(self.axes)}, dim {self.dim})"
 
 
-@graph_constant
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class AllToAll:
     """Sharded to sharded: axes leave the minor end of one dim for the minor end of another.
@@ -255,7 +249,6 @@ class AllToAll:
         return f"{self.name}({'; '.join(moves)})"
 
 
-@graph_constant
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class CollectivePermute:
     """Sharded to sharded with the same local shapes: devices trade complete shards.
@@ -286,7 +279,6 @@ class CollectivePermute:
         return f"{self.name}({self.partition!r})"
 
 
-@graph_constant
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Exchange:
     """Any layout to any other: each rank receives the elements that it lacks, and no more.
@@ -327,7 +319,6 @@ class Exchange:
         return f"{self.name}({self.partition!r}{to})"
 
 
-@graph_constant
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Remesh:
     """The same shards on the same devices, described on another mesh; nothing is sent or copied.
@@ -355,7 +346,6 @@ class Remesh:
         return f"{self.name}({self.mesh})"
 
 
-@graph_constant
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class InvariantToReduced:
     """Invariant to reduced: each rank uses the same value for different work from then on.
@@ -383,7 +373,6 @@ class InvariantToReduced:
         return f"{self.name}({axes_text(self.axes)}{kind})"
 
 
-@graph_constant
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class ReducedToInvariant:
     """Reduced to invariant; nothing is sent. Transpose: `ReplicatedToUnreduced`.
@@ -406,7 +395,6 @@ class ReducedToInvariant:
         return f"{self.name}({axes_text(self.axes)})"
 
 
-@graph_constant
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class ReplicatedToUnreduced:
     """Invariant or reduced to unreduced: the value on coordinate 0, the neutral element elsewhere.
@@ -434,7 +422,6 @@ class ReplicatedToUnreduced:
         return f"{self.name}({axes_text(self.axes)}{kind})"
 
 
-@graph_constant
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class ShardedToUnreduced:
     """Sharded to unreduced: each rank embeds its shard in neutral elements; nothing is sent.
@@ -469,7 +456,6 @@ class ShardedToUnreduced:
         return f"{self.name}({axes_text(self.axes)}, dim {self.dim}{by}{kind})"
 
 
-@graph_constant
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Cast:
     """A change of dtype, from complex to real the real part. Transpose: the cast back.

@@ -6,10 +6,11 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 import torch
 
+from fshard._torch.dynamo import graph_constant
 from fshard._torch.functorch import is_transformed
 from fshard._torch.legacy_vmap import is_legacy_batched
 from fshard._util.cache import CACHE_SIZE
@@ -164,6 +165,10 @@ def run_program(prog: Program, local: Any, *, async_op: bool = False) -> Any:
         return _run_local(prog, local, async_op)
     run = lambda x: _run_local(prog, x, async_op)  # noqa: E731
     return run_typed_hook.call(_where(prog), local, prog.src, prog.dst, run)
+
+
+for _kind in get_args(Step):
+    graph_constant(_kind)
 
 
 def _run_in_graph(prog: Program, local: Any, async_op: bool) -> Any:

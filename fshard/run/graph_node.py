@@ -32,7 +32,7 @@ UNTRACED = "a graph has the work of one rank, under torchrun; simulated ranks ru
 
 @graph_constant
 @dataclass(frozen=True)
-class Constant:
+class GraphConstant:
     """None or a function among the arguments and results of nodes, which do not take them bare."""
 
     value: Any
@@ -74,8 +74,8 @@ def graph_node(fn: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
 
 
 def _wrap(x: Any) -> Any:
-    return Constant(x) if x is None or callable(x) else x
+    return GraphConstant(x) if x is None or callable(x) else x
 
 
 def _unwrap(x: Any) -> Any:
-    return x.value if isinstance(x, Constant) else x
+    return x.value if isinstance(x, GraphConstant) else x

@@ -8,7 +8,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from fshard._util.tracebacks import hide_frames
 from fshard.run.graph_node import graph_node
 from fshard.spmd.axis_env import GRAPH_AXES, BoundAxes, current_axes
 
@@ -24,11 +23,7 @@ def as_node(fn: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         if torch.compiler.is_dynamo_compiling():
             return node(*args, **kwargs)
-        try:
-            return fn(*args, **kwargs)
-        except Exception as error:
-            hide_frames(error)
-            raise
+        return fn(*args, **kwargs)
 
     return call
 

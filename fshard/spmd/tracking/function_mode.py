@@ -414,6 +414,6 @@ def _run_state(tracker: Tracker, func: Any, effect: OpEffect, args: Args, kwargs
 @contextmanager
 def track_types(tracker: Tracker) -> Iterator[None]:
     """Track the types of all results in the block, where compiled functions run uncompiled."""
-    with without_compiler(), checkpoint_form(), patched_entry_points(tracker):
-        with TypeTrackingMode(tracker):
-            yield
+    mode = TypeTrackingMode(tracker)
+    with without_compiler(), checkpoint_form(), patched_entry_points(tracker), mode:
+        yield
