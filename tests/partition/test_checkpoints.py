@@ -129,8 +129,16 @@ def two_results(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def required_gradient(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Require the gradient of a layer's input, as transformers does where it checkpoints layers."""
+    y = (x @ w).requires_grad_(True)
+    out: torch.Tensor = again(lambda y: torch.tanh(y @ w), y)
+    return out
+
+
 CALLS: list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = [
     keyed_dropout, inner_gradient, grad_mode, in_place, kept_outside, no_result, two_results,
+    required_gradient,
     lambda x, w: again(lambda x: torch.tanh(x @ W) @ w, x) @ W,
     lambda x, w: again(lambda x: Cube.apply(x @ w).sin(), x),
     lambda x, w: again(lambda x: MAPPED(x.sin(), w).cos(), x),

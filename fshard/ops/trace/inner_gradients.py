@@ -127,6 +127,8 @@ class AboveAutograd(TraceMode):
         self.refuse(func, args, kwargs)
         # The casts of autocast are operations below it, as gradients are.
         is_above = any(map(gt, _levels(), self.levels)) or is_any_autocast_enabled()
+        if func == torch.Tensor.requires_grad_ and _requires(*args[1:], **(kwargs or {})):
+            return args[0]  # a gradient that is taken of it raises
         if func in AUTOGRAD_CALLS or is_above:
             raise TakesGradients
         if func in READS and (values := self.read(func, args, kwargs)):
@@ -135,6 +137,11 @@ class AboveAutograd(TraceMode):
         if func == torch.Tensor.requires_grad.__get__ and not out:  # type: ignore[attr-defined]
             return self.requires_grad and torch.is_grad_enabled() and is_inexact(args[0])
         return out
+
+
+def _requires(requires_grad: bool = True) -> bool:
+    """Return the argument of `requires_grad_`."""
+    return requires_grad
 
 
 class BelowAutograd(TraceMode):
