@@ -193,7 +193,9 @@ def _scatter(member: _Member, dst: Spec, dim: int, op: str) -> Wire:
     rows = (n, *shape)
 
     def pack(x: torch.Tensor) -> torch.Tensor:
-        return x.reshape(rows) if dim == 0 else x.unflatten(dim, (n, shape[dim])).movedim(dim, 0)
+        if dim == 0:
+            return x.reshape(rows)
+        return x.unflatten(dim, (n, shape[dim])).movedim(dim, 0).contiguous()
 
     def unpack(moved: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
         return moved if moved.shape == shape else moved.view(shape)

@@ -42,7 +42,7 @@ def graph_node(fn: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Return `fn` as one node of graphs: of tensors, pairs, constants, and trees of them."""
 
     def run(args: Any, kwargs: Any) -> Any:
-        args, kwargs = tree_map(_unwrap, (args, kwargs))
+        args, kwargs = tree_map(lambda x: _with_integer_sizes(_unwrap(x)), (args, kwargs))
         return tree_map(_wrap, fn(*args, **kwargs))
 
     run.__name__ = fn.__name__
@@ -79,3 +79,10 @@ def _wrap(x: Any) -> Any:
 
 def _unwrap(x: Any) -> Any:
     return x.value if isinstance(x, GraphConstant) else x
+
+
+def _with_integer_sizes(x: Any) -> Any:
+    """Return a tensor of the same values whose sizes are not symbols: plans depend on them."""
+    if isinstance(x, torch.Tensor) and not all(type(size) is int for size in x.shape):
+        return x.view(tuple(map(int, x.shape)))
+    return x

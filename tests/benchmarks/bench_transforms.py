@@ -1,0 +1,137 @@
+"""Time `torch.compile` on two gloo ranks: mapped calls, a partitioned block, changing sizes.
+
+`python -m tests.benchmarks.bench_transforms` prints milliseconds of rank 0, the minimum of several
+runs, of a forward and a backward pass.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives as funcol
+from torch.nn import functional
+
+import fshard as fs
+from fshard import Mesh, P
+from tests.helpers.gloo.harness import run_ranks
+
+MESH = Mesh(i=2)
+Times = dict[str, tuple[float, float]]
+
+
+def first_and_best(fn: Callable[[], Any], repeats: int = 20) -> tuple[float, float]:
+    """Return the milliseconds of the first call, and the fewest of later ones."""
+    times = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        fn()
+        times.append(1e3 * (time.perf_counter() - start))
+    return times[0], min(times[1:])
+
+
+def train(fn: Callable[..., torch.Tensor], *args: Any) -> Callable[[], None]:
+    """Return a forward and a backward pass of `fn`."""
+    return lambda: fn(*args).square().sum().backward()
+
+
+def mapped_calls() -> Times:
+    """Return the times of an MLP layer: mapped, checked or not, and by functional collectives."""
+    fs.init(MESH)
+    x, w = torch.randn(64, 64, requires_grad=True), torch.randn(64, 64, requires_grad=True)
+
+    def body(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = fs.psum(torch.tanh(x @ w), "i")
+        return y
+
+    def by_hand(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        local = x.chunk(2)[torch.distributed.get_rank()]
+        return funcol.all_reduce(torch.tanh(local @ w), "sum", torch.distributed.group.WORLD)
+
+    functions: dict[str, Callable[..., Any]] = {
+        f"check={check}": fs.shard_map(
+            body, mesh=MESH, in_specs=(P("i"), P()), out_specs=P(), check=check
+        )
+        for check in (True, False)
+    }
+    functions["funcol"] = by_hand
+    times: Times = {}
+    for name, fn in functions.items():
+        torch._dynamo.reset()
+        times[f"{name}, eager"] = first_and_best(train(fn, x, w))
+        times[f"{name}, compiled"] = first_and_best(train(torch.compile(fn, fullgraph=True), x, w))
+    return times
+
+
+def block(x: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor, up: Any, down: Any) -> Any:
+    """Compute a transformer block of eight heads, without biases."""
+    b, t, d = x.shape
+    h = functional.layer_norm(x, (d,))
+    q, k, v = (h @ qkv[i] for i in range(3))
+    q, k, v = (y.view(b, t, 8, d // 8).transpose(1, 2) for y in (q, k, v))
+    scores = torch.softmax(q @ k.transpose(-1, -2) / (d // 8) ** 0.5, -1)
+    x = x + (scores @ v).transpose(1, 2).reshape(b, t, d) @ out
+    h = functional.layer_norm(x, (d,))
+    return x + functional.gelu(h @ up) @ down
+
+
+def partitioned_block() -> Times:
+    """Return the times of a data-parallel block and of the same block on one device."""
+    fs.init(MESH)
+    b, t, d = 4, 128, 256
+    shapes = (b, t, d), (3, d, d), (d, d), (d, 4 * d), (4 * d, d)
+    args = [(torch.randn(shape) / 16).requires_grad_() for shape in shapes]
+    specs = (P("i"), P(), P(), P(), P())
+    part = fs.partition(block, mesh=MESH, in_specs=specs)
+    pairs = [fs.shard(x.detach(), MESH, p) for x, p in zip(args, specs, strict=True)]
+    for pair in pairs:
+        pair.local.requires_grad_()
+    local: Callable[..., Any] = lambda *pairs: part(*pairs).local  # noqa: E731
+    times: Times = {}
+    for name, fn, operands in (("partitioned", local, pairs), ("one device", block, args)):
+        torch._dynamo.reset()
+        times[f"{name}, eager"] = first_and_best(train(fn, *operands), 10)
+        compiled = torch.compile(fn, fullgraph=True)
+        times[f"{name}, inductor"] = first_and_best(train(compiled, *operands), 10)
+    return times
+
+
+def graphs_of_ten_sizes() -> Times:
+    """Return the numbers of graphs of ten sizes with `dynamic=None` and `dynamic=True`."""
+    fs.init(MESH)
+    f = fs.shard_map(lambda x: fs.psum(x.sin(), "i"), mesh=MESH, in_specs=P("i"), out_specs=P())
+    counts: Times = {}
+    for dynamic in (None, True):
+        torch._dynamo.reset()
+        counters = torch._dynamo.utils.counters
+        counters.clear()
+        compiled = torch.compile(lambda x: f(x) * 2, backend="aot_eager", dynamic=dynamic)
+        for size in range(2, 22, 2):
+            compiled(torch.ones(size, 3))
+        graphs = float(counters["stats"]["unique_graphs"])
+        counts[f"graphs, dynamic={dynamic}"] = graphs, graphs
+    return counts
+
+
+def run(measure: Callable[[], Times]) -> Times:
+    """Return the times of this rank."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        importlib.import_module("torch._inductor.compile_fx")
+        return measure()
+
+
+def main() -> None:
+    for measure in (mapped_calls, partitioned_block, graphs_of_ten_sizes):
+        print(measure.__name__)
+        for name, (first, best) in run_ranks(2, run, measure, timeout=300)[0].items():
+            print(f"  {name:28} first {first:10.1f}  then {best:8.2f}")
+
+
+if __name__ == "__main__":
+    # Ranks import the functions by the module's name.
+    importlib.import_module("tests.benchmarks.bench_transforms").main()
