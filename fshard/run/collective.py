@@ -195,7 +195,8 @@ def _scatter(member: _Member, dst: Spec, dim: int, op: str) -> Wire:
     def pack(x: torch.Tensor) -> torch.Tensor:
         if dim == 0:
             return x.reshape(rows)
-        return x.unflatten(dim, (n, shape[dim])).movedim(dim, 0).contiguous()
+        pieces: torch.Tensor = x.unflatten(dim, (n, shape[dim]))
+        return pieces.movedim(dim, 0).contiguous()
 
     def unpack(moved: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
         return moved if moved.shape == shape else moved.view(shape)
