@@ -73,7 +73,7 @@ class RecordedOp(NamedTuple):
             return not {"max", "min", "product"} & {
                 arg for arg in self.args if isinstance(arg, str)
             }
-        if self.func is ATEN.add.Tensor:
+        if self.func in (ATEN.add.Tensor, ATEN.add.out):
             return isinstance(self.args[1], torch.Tensor)
         if self.func in (ATEN.mul.Tensor, ATEN.div.Tensor):
             return not isinstance(self.args[1], torch.Tensor)
@@ -106,6 +106,8 @@ class _Compiler:
         self.lines: list[str] = []
         self.bases: dict[int, torch.Tensor] = {id(x): x}  # the tensor that each shares memory with
         self.producers: dict[int, int] = {}  # the index of the operation behind each tensor
+        self.overwritten: dict[int, int] = {}  # that of the value that an operation overwrites
+        self.writes_others = False  # an operation writes a tensor that none of them made
         for index, recorded in enumerate(ops):
             op = self.in_rows(recorded) if recorded.func in (ALL_TO_ALL, WAIT) else recorded
             self.ops[index] = op
@@ -117,6 +119,18 @@ class _Compiler:
                     self.producers[id(out)] = index
             if op is not recorded:
                 self.bases[id(recorded.out)] = op.out
+            if schema_of(op.func).is_mutable:
+                self.record_write(index, op)
+
+    def record_write(self, index: int, op: RecordedOp) -> None:
+        """Make an operation with `out=` the producer of that tensor, which another one made."""
+        target = op.kwargs.get("out")
+        base = None if target is None else self.base(target)
+        if base is None or id(base) not in self.producers:
+            self.writes_others = True
+        else:
+            self.overwritten[index] = self.producers[id(base)]
+            self.producers[id(base)] = index
 
     def in_rows(self, op: RecordedOp) -> RecordedOp:
         """Return a flat all-to-all, or its wait, on the rows of its base, which needs no views."""
@@ -152,6 +166,7 @@ class _Compiler:
                 op = self.ops[index]
                 inputs = map(self.base, tensors_in([*op.args, *op.kwargs.values()]))
                 pending += [self.producers[id(x)] for x in inputs if id(x) in self.producers]
+                pending += [self.overwritten[index]] if index in self.overwritten else []
         return [self.ops[index] for index in sorted(indices)]
 
     def reads_unknown(self, op: RecordedOp) -> bool:
@@ -310,14 +325,14 @@ def record(
         like: a meta tensor with the shape, strides and dtype of the argument.
 
     Returns:
-        The recording; None for a function that writes in place or reads values of new tensors.
+        The recording; None for a function that writes its argument or reads values of new tensors.
     """
     recorder = _Recorder()
     with torch.no_grad(), unobserved(), meta_as_real(), recorder:
         y = function(like)
     compiler = _Compiler(like, recorder.ops, y)
     needed = compiler.needed()
-    if any(schema_of(op.func).is_mutable for op in recorder.ops):
+    if compiler.writes_others:
         return None
     if any(map(compiler.reads_unknown, needed)):
         return None

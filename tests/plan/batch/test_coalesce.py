@@ -18,7 +18,7 @@ from fshard import Batch, Mesh, P, Program, Spec
 from fshard.program.cost.rank_loads import Load, step_load, union_ranks
 from fshard.program.cost.traffic import traffic
 from fshard.program.exchange_boxes import receives
-from fshard.run.bucketing import launch_all
+from fshard.run.bucketing import bucket_plans, launch_all
 from tests.helpers import strategies
 from tests.helpers.batches import (
     Specs,
@@ -202,7 +202,8 @@ class Recorder:
 def launch(batch: Batch, recorder: Recorder, xs: Any = None) -> Callable[[], Any]:
     """Start a batch on a single rank, with ones unless `xs` are given."""
     xs = xs or [torch.ones(spec.local_shape(recorder.rank)) for spec in batch.src]
-    return launch_all(batch.leaves, batch.bucket_bytes, recorder, xs)
+    plans = bucket_plans(batch.leaves, batch.bucket_bytes, recorder.rank)
+    return launch_all(plans, recorder, xs)
 
 
 def test_launches_of_one_round_are_in_flight_together() -> None:
