@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch._C._functorch import TransformType
+from torch._functorch.autograd_function import custom_function_call
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
@@ -64,8 +65,10 @@ def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
     >>> apply_function(Twice, torch.ones(2))
     tensor([2., 2.])
     """
-    if torch.compiler.is_compiling() or transforms_active():
+    if torch.compiler.is_compiling():
         return function.apply(*args)
+    if transforms_active():
+        return custom_function_call(function, *args)
     unwrapped = [unwrap_if_dead(x) if isinstance(x, torch.Tensor) else x for x in args]
     return super(torch.autograd.Function, function).apply(*unwrapped)  # type: ignore[misc]
 
