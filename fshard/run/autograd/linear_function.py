@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 
 from fshard._torch.autograd_state import is_view, unviewed, view_base
+from fshard._torch.fake_tensors import is_recording
 from fshard._torch.functorch import (
     add_batch_dim,
     apply_function,
@@ -24,7 +25,9 @@ from fshard._torch.functorch import (
     with_batch_at,
 )
 from fshard._torch.legacy_vmap import is_legacy_batched, nesting_level, unwrap
+from fshard._torch.memory import innermost
 from fshard._util.cache import CACHE_SIZE
+from fshard._util.errors import fail
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
@@ -176,7 +179,7 @@ def launch_linear(op: LinearOp, xs: Tensors, where: str) -> FinishAll:
     Call it under `torch.no_grad()` where a local requires grad; `apply_linear` adds the gradient.
 
     Raises:
-        ShardingError: without a rank, and for meta and fake tensors that are recorded in a graph.
+        ShardingError: without a rank, and for tensors that are recorded in a graph.
     """
     mesh = op.mesh
     if is_abstract(xs[0]):
@@ -185,6 +188,13 @@ def launch_linear(op: LinearOp, xs: Tensors, where: str) -> FinishAll:
     transport = current_rank(mesh, where)
     if isinstance(transport, SimulatedRank):
         transport.world.share_forward_level()
+    elif type(innermost(xs[0])) is torch.Tensor and is_recording():  # torch.compile has wrappers
+        label = LABEL.get()
+        fail(where if label is None else label.name,
+             "a collective in a graph that torch.func.linearize or make_fx records",
+             "its arguments must be values: the graph would keep its result as a constant",
+             "torch.func.jvp(f, primals, tangents) in the place of linearize; or "
+             "torch.compile(f)")  # fmt: skip
     if transport.rank not in mesh:
         check_ranks(mesh, transport, where)
         return lambda: tuple(x.new_empty(0) for x in xs)

@@ -14,7 +14,7 @@ from tests.helpers.spmd.transform_cases import CASES, MESH, TRANSFORMS, close
 
 
 def differing(check: bool) -> dict[str, str]:
-    """Return the errors of the transforms whose results are not the dense ones, on this rank."""
+    """Return the transforms whose results are not the dense ones; linearize is refused by name."""
     fs.init(MESH)
     warnings.simplefilter("ignore")
     errors = {}
@@ -25,8 +25,11 @@ def differing(check: bool) -> dict[str, str]:
         for transform, run in TRANSFORMS.items():
             try:
                 close(run(mapped), run(dense))
-            except Exception as error:
+            except AssertionError as error:
                 errors[f"{transform} of {name}"] = str(error)[:300]
+            except fs.ShardingError as error:
+                if transform != "linearize" or "torch.func.jvp(f" not in str(error):
+                    raise
     return errors
 
 
