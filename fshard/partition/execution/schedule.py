@@ -81,7 +81,7 @@ def schedule(
         inputs: the value ids of the arguments.
         outputs: the value ids of the results.
     """
-    lines = _hoisted(_with_nested_calls(lines, outputs), inputs)
+    lines = _side_by_side(_hoisted(_with_nested_calls(lines, outputs), inputs), inputs)
     buckets = _buckets(lines, inputs)
     moved = {move.out for bucket in buckets for move in bucket.moves}
     count = 1 + max([*inputs, *(line.out for line in lines if hasattr(line, "out"))], default=0)
@@ -136,6 +136,51 @@ def _hoisted(lines: Sequence[Line], inputs: Collection[int]) -> Sequence[Line]:
         *(line for line in lines if getattr(line, "out", None) in first),
         *(line for line in lines if getattr(line, "out", None) not in first),
     ]
+
+
+def _side_by_side(lines: Sequence[Line], inputs: Collection[int]) -> list[Line]:
+    """Return the lines with redistributions that do not depend on each other in a row.
+
+    Those of gradients that are taken in the function, or of norms of many tensors, are then one
+    launch. The lines that depend on them come after, in their order; all others before, so that
+    they run while values are sent. At most `BUCKET_BYTES` wait. Arguments are gathered where they
+    are used.
+    """
+    result: list[Line] = []
+    remaining = list(lines)
+    if any(getattr(line, "grad", False) for line in lines if isinstance(line, Redistribution)):
+        return remaining
+    while remaining:
+        moves: list[Line] = []
+        waiting: list[Line] = []
+        blocked: set[int] = set()
+        nbytes = 0
+        for index, line in enumerate(remaining):
+            if not hasattr(line, "out"):  # a write, or a change of the grad mode
+                waiting += remaining[index:] if moves else []
+                if moves:
+                    break
+            elif not blocked.isdisjoint(operands_of(line)):
+                waiting.append(line)
+                blocked.add(line.out)
+                continue
+            elif isinstance(line, Redistribution) and _is_sent(line, inputs):
+                nbytes += _local_bytes(line.program)
+                if moves and nbytes > BUCKET_BYTES:
+                    waiting += remaining[index:]
+                    break
+                moves.append(line)
+                blocked.add(line.out)
+                continue
+            result.append(line)
+        result += moves
+        remaining = waiting
+    return result
+
+
+def _is_sent(move: Redistribution, inputs: Collection[int]) -> bool:
+    """Return True for a redistribution of a computed value that communicates."""
+    return move.source.value not in inputs and move.program.is_linear and bool(_keys(move.program))
 
 
 def _buckets(lines: Sequence[Line], inputs: Collection[int]) -> list[LaunchBucket]:

@@ -176,3 +176,42 @@ def test_explain_and_graph_show_coalesced_launches() -> None:
     assert "launches 1 1 " in text
     assert call.cost(backward=True).launches == 1
     assert "launch_invariant_to_reduced" in call.graph().code
+
+
+def loss_of(params: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    for w, b in zip(params[::2], params[1::2], strict=True):
+        x = torch.tanh(x @ w + b)
+    return x.square().mean()
+
+
+def sgd(params: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """Take gradients and write the parameters, as README's training step."""
+    loss = loss_of(params, x)
+    grads = torch.autograd.grad(loss, params)
+    with torch.no_grad():
+        for w, g in zip(params, grads, strict=True):
+            w.sub_(0.1 * g)
+    return loss.detach()
+
+
+def clipped(params: list[torch.Tensor], x: torch.Tensor) -> list[torch.Tensor]:
+    """Return tensors that are clipped by their global norm, one norm after the other."""
+    norms = [torch.linalg.vector_norm(w.detach()) for w in params]
+    scale = (1 / torch.linalg.vector_norm(torch.stack(norms))).clamp(max=1)
+    return [w.detach() * scale for w in params]
+
+
+@pytest.mark.parametrize(("step", "layout"), [(sgd, P()), (clipped, P("x"))])
+def test_gradients_and_norms_in_a_function_are_one_launch(
+    step: Any, layout: fs.PartitionSpec
+) -> None:
+    ours, expected = ([w.requires_grad_() for w in parameters()] for _ in range(2))
+    out_specs = P() if step is sgd else layout
+    mesh = Mesh(x=4)
+    part = fs.partition(step, mesh=mesh, params=layout, in_specs=P("x"), out_specs=out_specs)
+    with fs.comm_log() as log:
+        results = part(ours, batch())
+    torch.testing.assert_close(results, step(expected, batch()), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+    # Results that are global tensors are gathered one by one.
+    assert {op: n for (op, _), n in log.counts.items() if op != "all_gather"} == {"all_reduce": 1}
