@@ -17,7 +17,7 @@ import torch
 from fshard._torch.modes import DispatchMode
 from fshard._util.cache import BoundedDict
 from fshard._util.errors import fail
-from fshard._util.text import below, bytes_text, columns, time_text
+from fshard._util.text import below, bytes_text, columns, one_line, time_text
 from fshard._util.tracebacks import hide_frames
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
@@ -27,6 +27,7 @@ from fshard.layout.tree import flatten, is_pair, map_leaves, unflatten
 from fshard.layout.validation import check_plain_tensor
 from fshard.ops.core.cache_keys import freeze, unfreeze_call
 from fshard.ops.core.call import (
+    OP_ERRORS,
     READS_VALUE,
     ValueDependentShapeError,
     check_callable,
@@ -80,15 +81,15 @@ def on_pairs(
         A function of the arguments of `op` with a pair in the place of every sharded tensor; a
         plain tensor counts as replicated. At least one argument must be a pair. It returns
         `fs.Sharded` in the place of every tensor, unreduced where the operation leaves partial
-        sums. In-place and `out=` variants write nothing and return their results. It is
-        differentiable: the gradient of an argument has the dual layout of the argument. Random
-        operations draw by the key of the `fs.random.keyed` block around the call, the same values
-        on all layouts.
+        sums. It is differentiable: the gradient of an argument has the dual layout of the argument.
+        Random operations draw by the key of the `fs.random.keyed` block around the call, the same
+        values on all layouts.
 
     Raises:
         ShardingError: if `mode` is neither; and from the returned function, if all arguments
-            lack a layout, if the operation lacks a rule, and in explicit mode if every strategy
-            needs communication (the error lists them with their costs).
+            lack a layout, if the operation lacks a rule, writes an argument or returns a property
+            of a tensor's memory, and in explicit mode if every strategy needs communication (the
+            error lists them with their costs).
 
     The explicit mode is that of JAX's explicit sharding.
 
@@ -163,7 +164,8 @@ def _apply(op: Any, mode: str, topology: Topology | None, /, *args: Any, **kwarg
     """Run an operation on pairs."""
     try:
         refuse_autocast(f"fs.apply({name_of(op)})")
-        placed, keywords, mesh, simulated = _as_pairs(op, args, read_arguments(op, kwargs))
+        _refuse_writes(op, kwargs)
+        placed, keywords, mesh, simulated = _as_pairs(op, args, kwargs)
         pairs = instances_in((*placed, *keywords.values()), Sharded)
         grad = torch.is_grad_enabled() and any(map(requires_grad, pairs))
         specs, named = map_call(placed, keywords, Sharded, lambda pair: pair.spec)
@@ -226,6 +228,45 @@ def _as_pairs(
     return (*map_call(placed, named, (Sharded, torch.Tensor), as_checked), mesh, simulated)
 
 
+# -- operations that are not functions of values ----------------------------------------------
+
+WRITERS = (Action.WRITE, Action.WRITE_LISTS, Action.SAME)
+"""Effects of operations that change an operand in place, or whether autograd tracks it."""
+
+
+def _refuse_writes(op: Any, kwargs: Mapping[str, Any]) -> None:
+    """Raise `ShardingError` for an in-place operation, and for an `out` argument."""
+    outs = sorted(kwargs.keys() - read_arguments(op, kwargs).keys())
+    if outs:
+        _refuse_written(op, f"{outs[0]}=", f"{name_of(op)} without {outs[0]}=")
+    action, full_name = effect_of(op).action, name_of(op).partition(".")[0]
+    if action not in WRITERS and not (action is Action.RANDOM and full_name.endswith("_")):
+        return
+    name = full_name.rstrip("_")
+    packet = getattr(torch.ops.aten, name, None)
+    fix = "a function that returns a new tensor"
+    _refuse_written(op, "its operand in place", f"torch.ops.aten.{name}" if packet else fix)
+
+
+def _refuse_written(op: Any, given: str, fix: str) -> NoReturn:
+    fail(f"fs.apply({name_of(op)})", f"an operation that writes {given}",
+         "an operation on pairs must return new pairs, and change none",
+         f"fs.apply of {fix}; or the operation on the tensors of pair.local")  # fmt: skip
+
+
+def _refuse_host_results(op: Any, out: Any) -> None:
+    """Raise `ShardingError` for a function of PyTorch that returns no tensor: an address, say."""
+    origin = getattr(op, "__self__", None) if name_of(op) == "__get__" else op
+    owner = getattr(origin, "__objclass__", origin)
+    module = str(getattr(owner, "__module__", ""))
+    if module.partition(".")[0] == "torch" and not instances_in(out, Sharded):
+        name = name_of(origin)
+        fail(f"fs.apply({name})", f"a result of type {type(out).__name__}",
+             "an operation on pairs must return tensors, or be a query of shape or dtype that has "
+             "a rule", "pair.shape and pair.dtype; or the operation on the tensors of pair.local, "
+             "or on fs.unshard(pair)")  # fmt: skip
+
+
 # -- functions of several operations ----------------------------------------------------------
 
 
@@ -252,10 +293,11 @@ def _apply_partitioned(
                  f"its operations need communication:\n{_table(choices)}",
                  f"{_auto(op)} runs it; fs.partition(...).explain() shows each of "
                  "them")  # fmt: skip
-    if block is None:
-        return part(*args)
-    out, count = part(*args)
-    block.count += count
+    out = part(*args)
+    if block is not None:
+        out, count = out
+        block.count += count
+    _refuse_host_results(op, out)
     return out
 
 
@@ -306,7 +348,7 @@ def _uncached_partition(
         return out, block.count
 
     fn, where = run if resume is None else run_keyed, f"fs.apply({name_of(reference())})"
-    return Partition(fn, mesh, None, None, None, topology, drop_writes=True, where=where)
+    return Partition(fn, mesh, None, None, None, topology, refuse_writes=True, where=where)
 
 
 # -- shapes that depend on values -------------------------------------------------------------
@@ -411,7 +453,12 @@ def _run(
         # The operands are replicated, and so is the number that is read from them.
         tensors = [local[0] for local in locals_] if simulated else locals_
         placed, named = fill_call(args, kwargs, Sharded, tensors)
-        return strategy.call.op(*placed, **named)
+        try:
+            return strategy.call.op(*placed, **named)
+        except OP_ERRORS as error:
+            fail(f"fs.apply({name_of(strategy.op)})", ", ".join(map(str, strategy.sources)),
+                 f"it must run on tensors of these shapes: {one_line(error)}",
+                 "check it on global tensors")  # fmt: skip
 
     def on_rank(rank: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         return run_local(strategy, rank, *fill_call(args, kwargs, Sharded, tensors))

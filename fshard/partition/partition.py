@@ -87,13 +87,13 @@ class Partition:
         topology: Topology | None,
         traces: FunctionTraces | None = None,
         *,
-        drop_writes: bool = False,
+        refuse_writes: bool = False,
         where: str = "",
         module: torch.nn.Module | None = None,
         hold: tuple[str, ...] = (),
     ) -> None:
         self.fn, self.mesh, self.in_specs, self.out_specs = (fn, mesh, in_specs, out_specs)
-        self.params, self.drop_writes, self.module = params, drop_writes, module
+        self.params, self.refuse_writes, self.module = params, refuse_writes, module
         self.hold = hold
         self.where = where or f"fs.partition({name_of(fn)})"
         self.topology = as_topology("fs.partition", topology, meshes=(mesh,))
@@ -281,26 +281,28 @@ class Partition:
         names = tuple(
             name for name, spec in zip(leaf_names, specs, strict=True) if spec is not None
         )
-        written = () if self.drop_writes else traced.written
-        if not self.drop_writes:
-            traced.check(signature.requires_grad, names, self.where)
+        if traced.written and self.refuse_writes:
+            fail(self.where, "a function that writes an argument in place",
+                 "an operation on pairs must return new pairs, and change none",
+                 "inplace=False where it has that option; or fs.partition of the function, which "
+                 "writes the locals of pairs")  # fmt: skip
+        traced.check(signature.requires_grad, names, self.where)
         requested = self._requested(result_tree)
         count = len(requested)
-        requested += [inputs[index][0] if index in written else None for index in traced.written]
+        requested += [inputs[index][0] for index in traced.written]
         assignment, outputs, out_specs, grad = self._fastest_assignment(
             traced.graph, inputs, signature, requested, count,
             [type(leaves[index]) for index in numbers],
             sum(map(bool, specs[: flatten([*args[:1]])[1].num_leaves])))  # fmt: skip
-        targets = {assignment.inputs[index] for index in written}
+        targets = {assignment.inputs[index] for index in traced.written}
         _copy_aliased_results(assignment, outputs, count, targets)
         for index, value in zip(traced.written, outputs[count:], strict=True):
-            if index in written:
-                target = Ref(assignment.inputs[index])
-                assignment.lines.append(Write(target, Ref(value), names[index]))
+            target = Ref(assignment.inputs[index])
+            assignment.lines.append(Write(target, Ref(value), names[index]))
         call = PartitionedCall(
             self.mesh, tuple(assignment.lines), tuple(s for s, _ in inputs),
-            tuple(out_specs[:count]), tuple(assignment.inputs), tuple(outputs[:count]), written,
-            result_tree, self.topology, grad, traced.graph,
+            tuple(out_specs[:count]), tuple(assignment.inputs), tuple(outputs[:count]),
+            traced.written, result_tree, self.topology, grad, traced.graph,
             (*names, *(leaf_names[index] for index in numbers)), numbers, traced.accepts,
         )  # fmt: skip
         self._last = call

@@ -24,7 +24,6 @@ DRAWING: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "an operation": (torch.bernoulli, ()),
     "an operation that is like its operand": (torch.rand_like, ()),
     "an overload": (aten.native_dropout.default, (0.3, True)),
-    "an operation in place": (torch.Tensor.bernoulli_, (0.3,)),
     "several results": (aten.native_dropout, (0.3, True)),
     "rows": (torch.multinomial, (2,)),
     "two draws": (lambda x: F.dropout(F.dropout(x) + torch.rand(6)), ()),

@@ -15,6 +15,8 @@ from fshard._torch.modes import DisableTorchFunction, without_dispatch_modes
 from fshard._torch.operators import (
     OpOverload,
     OpOverloadPacket,
+    qualified_name,
+    registered_schemas,
     resolve_overload,
     schema_of,
     torch_decomposition,
@@ -314,7 +316,8 @@ def _packet(op: Callable[..., Any]) -> OpOverloadPacket[..., Any] | None:
 def _packet_named(name: str) -> OpOverloadPacket[..., Any] | None:
     for candidate in (name, name.strip("_"), f"linalg_{name}"):
         packet = getattr(torch.ops.aten, candidate, None)
-        if isinstance(packet, OpOverloadPacket):
+        # TorchScript's own operations, such as aten::cpu, have no kernel.
+        if isinstance(packet, OpOverloadPacket) and registered_schemas(qualified_name(packet)):
             return packet
     return None
 

@@ -29,6 +29,7 @@ from fshard.layout.sharded import Sharded
 from fshard.layout.spec import Spec
 from fshard.layout.tree import is_pair
 from fshard.ops.core.builders import is_inexact
+from fshard.ops.core.registry import functional_of, read_arguments
 from fshard.partition.partition import partition
 from tests.helpers.ops.op_checks import shards_of
 
@@ -290,7 +291,8 @@ def on_pairs(case: Case, pairs: Sequence[Any], *, at_once: bool = False) -> list
         inputs = pytree.tree_leaves((args, kwargs), is_leaf=is_pair)
         if not any(is_pair(x) for x in inputs):
             return op(*args, **kwargs)
-        return fs.on_pairs(op, mode="auto")(*args, **kwargs)
+        read = read_arguments(op, kwargs)
+        return fs.on_pairs(functional_of(op), mode="auto")(*args, **read)
 
     single = _single(case.name)
     if at_once:

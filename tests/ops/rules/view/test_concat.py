@@ -109,7 +109,7 @@ def test_new_tensors_of_another_shape_accept_any_layout() -> None:
 def test_filled_unreduced_tensors_are_invariant() -> None:
     mesh = Mesh(x=2)
     x = fs.Sharded((torch.ones(4), torch.ones(4)), Spec(mesh, P(unreduced={"x"}), shape=(4,)))
-    result = apply(A.fill_.Scalar, x, 3.0)
+    result = apply(A.fill.Scalar, x, 3.0)
     assert result.spec == Spec(mesh, P(), shape=(4,))
     assert torch.equal(fs.unshard(result), torch.full((4,), 3.0))
 
