@@ -284,8 +284,7 @@ class Partition:
         if traced.written and self.refuse_writes:
             fail(self.where, "a function that writes an argument in place",
                  "an operation on pairs must return new pairs, and change none",
-                 "inplace=False where it has that option; or fs.partition of the function, which "
-                 "writes the locals of pairs")  # fmt: skip
+                 "inplace=False where it has that option; or fs.partition of it")  # fmt: skip
         traced.check(signature.requires_grad, names, self.where)
         requested = self._requested(result_tree)
         count = len(requested)

@@ -55,8 +55,7 @@ def test_functions_that_write_are_refused() -> None:
         lambda: apply(relu, pair_of(draw(4, 6), "x")), "fs.apply(relu)",
         "a function that writes an argument in place",
         "an operation on pairs must return new pairs, and change none",
-        "inplace=False where it has that option; or fs.partition of the function, which writes the "
-        "locals of pairs",
+        "inplace=False where it has that option; or fs.partition of it",
     )  # fmt: skip
 
 
