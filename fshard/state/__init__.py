@@ -3,10 +3,18 @@
 - `factories`: `fs.zeros`, `fs.full`, `fs.arange`, `fs.eye` and others, created in a layout.
 - `checkpoints`: `fs.state.save` and `load`.
 - `parameters`: `fs.state.match_rules`, `init`, `tree_shard`, `tree_unshard`, `tree_reshard`.
+- `gradients`: `value_and_grad`, `accumulate`, `clip_by_global_norm`.
+- `optimizers`: `sgd`, `adamw`, `adafactor`, `muon`, and `zero_specs`.
+- `local_updates`: computation on the locals of pairs.
 """
 
 from fshard.state.checkpoints.loading import load, verify
 from fshard.state.checkpoints.saving import Saving, save
+from fshard.state.gradients import accumulate, clip_by_global_norm, value_and_grad
+from fshard.state.optimizers.adafactor import adafactor
+from fshard.state.optimizers.elementwise import adamw, sgd
+from fshard.state.optimizers.muon import muon
+from fshard.state.optimizers.optimizer import Optimizer, zero_specs
 from fshard.state.parameters import (
     init,
     match_rules,
@@ -17,14 +25,23 @@ from fshard.state.parameters import (
 )
 
 __all__ = [
+    "Optimizer",
     "Saving",
+    "accumulate",
+    "adafactor",
+    "adamw",
+    "clip_by_global_norm",
     "init",
     "load",
     "match_rules",
+    "muon",
     "save",
+    "sgd",
     "shapes_of",
     "tree_reshard",
     "tree_shard",
     "tree_unshard",
+    "value_and_grad",
     "verify",
+    "zero_specs",
 ]

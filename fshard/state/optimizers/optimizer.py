@@ -1,0 +1,204 @@
+"""`Optimizer`: the update of one algorithm, in the layout of its state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fshard._util.errors import Problem, raise_if
+from fshard.layout.mesh import Axes
+from fshard.layout.partition_spec import PartitionSpec
+from fshard.layout.sharded import Sharded
+from fshard.layout.spec import Spec
+from fshard.layout.tree import broadcast_prefix, flatten, flatten_like, leaf_names, unflatten
+from fshard.run.global_tensors import shard
+from fshard.state.factories import zeros
+from fshard.state.local_updates import map_locals
+from fshard.state.parameters import tree_reshard
+
+Rate = float | Callable[[int], float]
+"""Learning rate, or a function of the number of the step, from 1, to it."""
+Slots = Mapping[str, Sequence[Any]]
+"""State by name: for every parameter a pair, or None."""
+Kernel = Callable[[int, list[Any], Slots, list[Any]], None]
+"""Function of step, gradients, slots and parameters that writes the last two in place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer:
+    """Pair of pure functions: `init(params) -> state`, `update(grads, state, params)`.
+
+    The state is a dict of trees like that of the parameters, with pairs as leaves, and `step`, the
+    number of updates. The layout in which the update is computed and the state is kept is that of
+    the parameters or `specs`: ZeRO is a choice of layouts (see `fs.state.zero_specs`).
+
+    Attributes:
+        name: the function that made it.
+        slots: function of the spec of one parameter to the specs of its state.
+        kernel: function of step, gradients, slots and parameters that writes the last two.
+        specs: the layout of the state, a prefix of the tree of parameters; None is theirs.
+
+    >>> import torch
+    >>> import fshard as fs
+    >>> params = fs.state.tree_shard({"w": torch.ones(4)}, fs.P("x"), mesh=fs.Mesh(x=2))
+    >>> optimizer = fs.state.sgd(0.5)
+    >>> state = optimizer.init(params)
+    >>> state, params = optimizer.update(params, state, params)  # any gradients of these layouts
+    >>> fs.unshard(params["w"])
+    tensor([0.5000, 0.5000, 0.5000, 0.5000])
+    """
+
+    name: str
+    slots: Callable[[Spec], Mapping[str, Spec | None]]
+    kernel: Kernel
+    specs: Any = None
+
+    def init(self, params: Any) -> dict[str, Any]:
+        """Return the state before the first update, zeros created shard by shard.
+
+        Args:
+            params: tree of pairs, or of specs.
+        """
+        where = f"{self.name}.init"
+        leaves, treedef = flatten(params)
+        specs = [leaf.spec if isinstance(leaf, Sharded) else leaf for leaf in leaves]
+        _check_pairs(where, params, specs, Spec)
+        slots = [self.slots(spec) for spec in self._layouts(where, params, specs)]
+        mesh = specs[0].mesh
+        state: dict[str, Any] = {"step": shard(torch.zeros((), dtype=torch.int64), mesh, _P)}
+        for name in slots[0]:
+            created = [None if (spec := slot[name]) is None else zeros(spec) for slot in slots]
+            state[name] = unflatten(treedef, created)
+        return state
+
+    def update(
+        self, grads: Any, state: Mapping[str, Any], params: Any, *, donate: bool = False
+    ) -> tuple[dict[str, Any], Any]:
+        """Return the state and the parameters after a step.
+
+        Gradients and parameters are redistributed to the layout of the state, and parameters back,
+        each by one batch of programs; without `specs` nothing is communicated but what the
+        algorithm itself requires.
+
+        Args:
+            grads: tree of pairs like `params`, in any layout: unreduced ones are reduced.
+            state: the state, of `init` or of an update before.
+            params: tree of pairs.
+            donate: True to write into the memory of `state` and `params`, which are then invalid.
+                A simulation copies.
+
+        Raises:
+            ShardingError: the trees differ, or a leaf is not a pair.
+        """
+        where = f"{self.name}.update"
+        leaves, treedef = flatten(params)
+        _check_pairs(where, params, leaves, Sharded)
+        specs = [leaf.spec for leaf in leaves]
+        layouts = self._layouts(where, params, specs)
+        columns = {name: flatten_like(params, tree, ("params", f"state[{name!r}]"), where)
+                   for name, tree in state.items() if name != "step"}  # fmt: skip
+        gradients = flatten_like(params, grads, ("params", "grads"), where)
+        _check_pairs(where, params, gradients, Sharded)
+        with torch.no_grad():
+            gradients = tree_reshard(gradients, layouts)
+            working = tree_reshard(leaves, layouts)
+            count = len(leaves)
+            pairs = [*working, *(pair for column in columns.values() for pair in column)]
+            owned = iter(_owned([pair for pair in pairs if pair is not None], donate=donate))
+            owned_pairs = [None if pair is None else next(owned) for pair in pairs]
+            working = owned_pairs[:count]
+            slots = {name: owned_pairs[count * i : count * (i + 1)]
+                     for i, name in enumerate(columns, 1)}  # fmt: skip
+            (step,) = map_locals(lambda xs: [xs[0] + 1], [state["step"]])
+            number = int(step if isinstance(step, torch.Tensor) else step[0])
+            self.kernel(number, gradients, slots, working)
+            updated = tree_reshard(working, specs)
+        state = {"step": Sharded(step, state["step"].spec)} | {
+            name: unflatten(treedef, column) for name, column in slots.items()
+        }
+        return state, unflatten(treedef, updated)
+
+    def _layouts(self, where: str, params: Any, specs: Sequence[Spec]) -> list[Spec]:
+        """Return the spec of every parameter while it is updated: sharded or invariant."""
+        layouts = [None] * len(specs) if self.specs is None else broadcast_prefix(
+            self.specs, params, "specs", where)  # fmt: skip
+        return [
+            layout if isinstance(layout, Spec)
+            else invariant_spec(spec) if layout is None
+            else spec.replace(partition=layout, uneven="chunk")
+            for spec, layout in zip(specs, layouts, strict=True)
+        ]  # fmt: skip
+
+
+_P = PartitionSpec()
+
+
+def invariant_spec(spec: Spec) -> Spec:
+    """Return a spec of the same shards, invariant along all other axes."""
+    return Spec(spec.mesh, PartitionSpec(*spec.partition.dims), shape=spec.shape, dtype=spec.dtype,
+                sizes={d: s for d, s in enumerate(spec.sizes) if s is not None})  # fmt: skip
+
+
+def _owned(pairs: Sequence[Sharded], *, donate: bool) -> list[Sharded]:
+    """Return pairs with locals that can be written."""
+    if donate and all(isinstance(pair.local, torch.Tensor) for pair in pairs):
+        return [Sharded(pair.local.detach(), pair.spec) for pair in pairs]
+    locals_ = map_locals(lambda xs: [x.clone() for x in xs], pairs)
+    return [Sharded(local, pair.spec) for local, pair in zip(locals_, pairs, strict=True)]
+
+
+def _check_pairs(where: str, tree: Any, leaves: Sequence[Any], kind: type) -> None:
+    """Raise `ShardingError` for leaves that are not pairs (or specs)."""
+    raise_if(where, [
+        Problem(f"{name}: {type(leaf).__name__}", "every leaf must be a pair (local, spec)",
+                "fs.state.tree_shard(tree, specs, mesh=mesh)")
+        for name, leaf in zip(leaf_names(tree), leaves, strict=True)
+        if not isinstance(leaf, kind)
+    ])  # fmt: skip
+
+
+def rate_at(rate: Rate, step: int) -> float:
+    """Return the learning rate of a step."""
+    return rate(step) if callable(rate) else rate
+
+
+def zero_specs(tree: Any, axes: Axes, /) -> Any:
+    """Return for every leaf its partition sharded further over axes: that of ZeRO and of FSDP.
+
+    Args:
+        tree: pytree of pairs or specs.
+        axes: axis, or axes major to minor. A leaf that they shard already keeps its partition.
+
+    Returns:
+        A tree of partitions. The dim with the largest shards is sharded, minor to the axes that
+        shard it, among those that divide evenly if there are any. A tensor without dims is `P()`.
+
+    As `specs` of an optimizer it shards the state, ZeRO-1 with parameters that are invariant along
+    the axes and ZeRO-2 with `reduced` ones; as the layout of the parameters it is ZeRO-3, FSDP.
+    After ZeRO (arXiv 1910.02054).
+
+    >>> import fshard as fs
+    >>> specs = {"w": fs.Spec(fs.Mesh(dp=2, tp=2), fs.P(None, "tp"), shape=(4, 6))}
+    >>> fs.state.zero_specs(specs, "dp")
+    {'w': P('dp', 'tp')}
+    """
+    names = (axes,) if isinstance(axes, str) else tuple(axes)
+    leaves, treedef = flatten(tree)
+    specs = [leaf.spec if isinstance(leaf, Sharded) else leaf for leaf in leaves]
+    return unflatten(treedef, [_further(spec, names) for spec in specs])
+
+
+def _further(spec: Spec, axes: tuple[str, ...]) -> PartitionSpec:
+    dims = [*spec.partition.dims]
+    new = tuple(axis for axis in axes if not any(axis in names for names in dims))
+    if not dims or not new:
+        return PartitionSpec(*dims)
+    counts = [spec.mesh.axis_size(names) for names in dims]
+    n = spec.mesh.axis_size(new)
+    sizes = [size / count for size, count in zip(spec.shape, counts, strict=True)]
+    dim = max(range(len(dims)), key=lambda d: (spec.shape[d] % (counts[d] * n) == 0, sizes[d]))
+    dims[dim] = (*dims[dim], *new)
+    return PartitionSpec(*dims)
