@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fshard._torch.functorch import innermost_level, is_transformed
 from fshard._util.errors import Problem, ShardingError, fail
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
@@ -86,9 +87,27 @@ def requires_grad(leaf: Any) -> bool:
     if isinstance(leaf, Spec):
         return leaf.dtype.is_floating_point
     local = leaf.local if isinstance(leaf, Sharded) else leaf
+    if is_transformed():  # a wrapper does not show what is requested of the value in it
+        return any(innermost_level(x) is not None for x in instances_in(local, torch.Tensor))
     if isinstance(local, torch.Tensor):
         return local.requires_grad
     return isinstance(local, Sequence) and any(getattr(x, "requires_grad", False) for x in local)
+
+
+def tracked(leaves: Sequence[Any]) -> tuple[bool, ...]:
+    """Return `requires_grad` of the leaves whose cache key does not show it.
+
+    These are a rank's pairs, and under `torch.func` all leaves.
+    """
+    if is_transformed():
+        return tuple(map(requires_grad, leaves))
+    return tuple(
+        [
+            leaf.local.requires_grad
+            for leaf in leaves
+            if type(leaf) is Sharded and isinstance(leaf.local, torch.Tensor)
+        ]
+    )
 
 
 def bind(

@@ -202,7 +202,7 @@ class Partition:
         if kwargs:
             append_cache_key(kwargs, leaves, key)
         repeats = arguments.repeated_tensors(leaves)
-        key.append(repeats)
+        key += (repeats, arguments.tracked(leaves))
         numbers: dict[int, int | float] = {}
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
@@ -211,8 +211,6 @@ class Partition:
                 numbers[index] = leaf
             elif not isinstance(leaf, Sharded):
                 key.append(freeze(leaf))
-            elif isinstance(leaf.local, torch.Tensor):
-                key.append(leaf.local.requires_grad)
         # A meta tensor stands for one with values if nothing runs.
         key.append(runs or META not in key)
 

@@ -10,7 +10,7 @@ import pytest
 import fshard as fs
 from fshard import P
 from tests.helpers.gloo.harness import run_ranks
-from tests.helpers.spmd.transform_cases import CASES, MESH, TRANSFORMS, close
+from tests.helpers.spmd.transform_cases import CALLS, CASES, MESH, TRANSFORMS, close, dense_call
 
 
 def differing(check: bool) -> dict[str, str]:
@@ -18,13 +18,16 @@ def differing(check: bool) -> dict[str, str]:
     fs.init(MESH)
     warnings.simplefilter("ignore")
     errors = {}
-    for name, (body, out, dense) in CASES.items():
-        mapped: Any = fs.shard_map(
-            body, mesh=MESH, in_specs=(P("x"), P()), out_specs=out, check=check
-        )
+    mapped: dict[str, Any] = {
+        name: fs.shard_map(body, mesh=MESH, in_specs=(P("x"), P()), out_specs=out, check=check)
+        for name, (body, out, _) in CASES.items()
+    }
+    calls = {name: (mapped[name], case.dense) for name, case in CASES.items()}
+    calls |= {name: (call, dense_call) for name, call in CALLS.items()} if check else {}
+    for name, (call, dense) in calls.items():
         for transform, run in TRANSFORMS.items():
             try:
-                close(run(mapped), run(dense))
+                close(run(call), run(dense))
             except AssertionError as error:
                 errors[f"{transform} of {name}"] = str(error)[:300]
             except fs.ShardingError as error:

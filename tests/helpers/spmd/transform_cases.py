@@ -128,3 +128,24 @@ TRANSFORMS: dict[str, Callable[[Fn], Any]] = {
     "dual_level": in_dual_level,
     "autograd of grad": by_autograd,
 }
+
+
+def dense_call(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x @ w).cumsum(0)
+
+
+def by_apply(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Compute on pairs; the sum over ranks stays open until the pair is unsharded."""
+    product = fs.apply(torch.matmul, fs.shard(x, MESH, P("x")), fs.shard(w, MESH, P()))
+    y = fs.apply(torch.tanh, product)
+    return fs.unshard(fs.apply(torch.cumsum, fs.reshard(y, P(None)), 0))
+
+
+CALLS: dict[str, Fn] = {
+    "apply": by_apply,
+    **{
+        f"partition {name}": fs.partition(dense_call, mesh=MESH, in_specs=specs)
+        for name, specs in {"rows": (P("x"), P()), "columns": (P(), P(None, "x"))}.items()
+    },
+}
+"""Calls on the mesh that compute `dense_call`."""
