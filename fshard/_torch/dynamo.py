@@ -6,6 +6,7 @@ PyTorch's own decorators for this import the compiler, which takes a second.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import getclosurevars, getmembers, isfunction
@@ -106,6 +107,11 @@ def one_node(fn: Callable[..., Any]) -> Callable[..., Any]:
     return torch._dynamo.nonstrict_trace(fn)
 
 
+_STANCES: list[Any] = []
+"""Stances of the compiler before the blocks of `without_compiler` that run now."""
+_STANCE_LOCK = threading.Lock()
+
+
 @contextmanager
 def without_compiler() -> Iterator[None]:
     """Run compiled functions uncompiled in the block, in all threads."""
@@ -113,11 +119,17 @@ def without_compiler() -> Iterator[None]:
     if eval_frame is None:  # nothing is compiled yet
         yield
         return
-    before, eval_frame._stance = eval_frame._stance, eval_frame.DynamoStance("force_eager")
+    with _STANCE_LOCK:
+        _STANCES.append(eval_frame._stance)
+        eval_frame._stance = eval_frame.DynamoStance("force_eager")
     try:
         yield
     finally:
-        eval_frame._stance = before
+        with _STANCE_LOCK:  # blocks of several threads end in any order: the last one restores
+            first = _STANCES[0]
+            _STANCES.pop()
+            if not _STANCES:
+                eval_frame._stance = first
 
 
 def call_in_graph(wrapper: Callable[..., Any], fn: Callable[..., Any], *args: Any) -> Any:

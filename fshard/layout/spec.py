@@ -403,6 +403,9 @@ class GraphSpec(Spec):
     __slots__ = ()
 
 
+GraphSpec.__name__ = Spec.__name__  # as errors show it
+
+
 def _fill(
     spec: Spec,
     mesh: Mesh,

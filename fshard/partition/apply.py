@@ -5,7 +5,6 @@ A function of several operations, or an operation without a rule, runs as `fs.pa
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -110,7 +109,15 @@ def on_pairs(
         check_callable(op, "fs.on_pairs")
     if topology is not None:
         as_topology("fs.on_pairs", topology)
-    return functools.partial(_apply, op, mode, topology)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return _apply(op, mode, topology, *args, **kwargs)
+        except Exception as error:
+            hide_frames(error)
+            raise
+
+    return call
 
 
 @graph_node

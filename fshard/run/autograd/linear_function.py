@@ -20,12 +20,12 @@ from fshard._torch.fake_tensors import is_recording
 from fshard._torch.functorch import (
     add_batch_dim,
     apply_function,
+    forward_ad_level,
     is_transformed,
     set_forward_mode,
     with_batch_at,
 )
 from fshard._torch.legacy_vmap import is_legacy_batched, nesting_level, unwrap
-from fshard._torch.memory import innermost
 from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import fail
 from fshard.layout.mesh import Mesh
@@ -188,7 +188,7 @@ def launch_linear(op: LinearOp, xs: Tensors, where: str) -> FinishAll:
     transport = current_rank(mesh, where)
     if isinstance(transport, SimulatedRank):
         transport.world.share_forward_level()
-    elif type(innermost(xs[0])) is torch.Tensor and is_recording():  # torch.compile has wrappers
+    elif forward_ad_level() >= 0 and is_recording():
         label = LABEL.get()
         fail(where if label is None else label.name,
              "a collective in a graph that torch.func.linearize or make_fx records",
