@@ -15,7 +15,15 @@ from fshard.layout.sharded import Sharded
 from fshard.layout.spec import DTYPE_NAMES, Spec, partition_of
 from fshard.layout.validation import check_plain_tensor
 from fshard.run.execute import check_tuple, run_typed_hook
-from fshard.run.transports.base import Label, current_rank, current_transport, labelled, stacked
+from fshard.run.transports.base import (
+    TRACE_DEPTH,
+    Label,
+    current_rank,
+    current_transport,
+    labelled,
+    refuse_traced,
+    stacked,
+)
 from fshard.run.transports.divergence_report import rank_text
 from fshard.run.value_digest import value_digest
 
@@ -213,6 +221,8 @@ def _gather_facts(local: Any, mesh: Mesh, communicate: bool) -> tuple[Facts, tor
     if not isinstance(local, torch.Tensor):
         facts = {r: (tuple(x.shape), x.dtype) for r, x in zip(mesh.ranks, local, strict=True)}
         return dict(facts), local[0].dtype
+    if TRACE_DEPTH.get():
+        refuse_traced(mesh, "fs.from_local")
     transport = current_transport()
     if transport is None:
         fail("fs.from_local", f"one tensor for {mesh}, in a process that is not a rank of it",

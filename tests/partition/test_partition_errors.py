@@ -264,11 +264,13 @@ PROGRAM = fs.redistribute(*(fs.Spec(Mesh(x=2), p, shape=(4,)) for p in (P(unredu
 @pytest.mark.parametrize(
     "collective",
     [lambda x: fs.psum(x, "x", mesh=Mesh(x=2)), lambda x: fs.all_gather(x, "x", mesh=Mesh(x=2)),
+     lambda x: x + fs.axis_index("x", mesh=Mesh(x=2)),
+     lambda x: fs.from_local(x, Mesh(x=2), P("x")).local,
      PROGRAM],
-    ids=["psum", "all_gather", "program"],
+    ids=["psum", "all_gather", "axis_index", "from_local", "program"],
 )  # fmt: skip
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_collectives_in_a_traced_function_are_refused(collective: Any, requires_grad: bool) -> None:
     part = fs.partition(lambda x: collective(x * 2), mesh=Mesh(x=2))
-    with pytest.raises(fs.ShardingError, match=r"over Mesh\(x=2\) in a function that is traced"):
+    with pytest.raises(fs.ShardingError, match=r"of Mesh\(x=2\) in a function that is traced"):
         fs.simulate(Mesh(x=2), part, torch.ones(4, requires_grad=requires_grad))

@@ -12,7 +12,6 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -66,16 +65,16 @@ from fshard.ops.trace.inner_gradients import (
     refuse_hidden_gradients,
 )
 from fshard.ops.trace.mapped_regions import name_regions, recorded_regions
+from fshard.run.transports.base import TRACE_DEPTH
 from fshard.run.transports.divergence_report import raise_line, user_line
 
 _TRACE_LOCK = threading.RLock()
 """Tracing patches PyTorch for all threads; a function that is traced may trace others."""
-_DEPTH: ContextVar[int] = ContextVar("fshard_trace_depth", default=0)
 
 
 def trace_depth() -> int:
     """Return the number of functions, one within another, that are being traced here."""
-    return _DEPTH.get()
+    return TRACE_DEPTH.get()
 
 
 def check_untraced(where: str, spec: Spec, plain: str) -> None:
@@ -94,11 +93,11 @@ def check_untraced(where: str, spec: Spec, plain: str) -> None:
 
 @contextmanager
 def _deeper() -> Iterator[None]:
-    token = _DEPTH.set(_DEPTH.get() + 1)
+    token = TRACE_DEPTH.set(TRACE_DEPTH.get() + 1)
     try:
         yield
     finally:
-        _DEPTH.reset(token)
+        TRACE_DEPTH.reset(token)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

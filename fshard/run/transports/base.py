@@ -77,6 +77,9 @@ _RANK: ContextVar[Transport | None] = ContextVar("fshard_rank", default=None)
 _WORLD: list[Transport] = []
 _MAIN: list[weakref.ref[object]] = []  # its process group of all ranks
 
+TRACE_DEPTH: ContextVar[int] = ContextVar("fshard_trace_depth", default=0)
+"""Number of functions, one within another, that are being traced as `fs.partition` does."""
+
 CHECKED: ContextVar[Transport | None] = ContextVar("fshard_checked", default=None)
 """This process's transport with a check before every collective, or None where none is on."""
 
@@ -151,7 +154,14 @@ def as_checked(transport: Transport | None) -> Iterator[None]:
 
 
 def current_rank(mesh: Mesh, where: str) -> Transport:
-    """Return the transport of rank-local code; raise `ShardingError` outside of ranks."""
+    """Return the transport of rank-local code.
+
+    Raises:
+        ShardingError: outside of ranks, and in a function that is traced: its graph is for all
+            ranks, and a rank that waits there would hold the lock of tracing.
+    """
+    if TRACE_DEPTH.get():
+        refuse_traced(mesh, where)
     transport = current_transport()
     if transport is None:
         _no_rank(mesh, where)
@@ -164,6 +174,16 @@ def _no_rank(mesh: Mesh, where: str) -> NoReturn:
          f"torchrun, and a tuple of {mesh.size} shards outside",
          "call it inside fs.shard_map, or after fs.init(mesh); a program also takes the tuple of "
          "all shards, as fs.shard makes it")  # fmt: skip
+
+
+def refuse_traced(mesh: Mesh, where: str) -> NoReturn:
+    """Raise `ShardingError` for rank-local code in a function that is traced."""
+    label = LABEL.get()
+    name = where if label is None else label.name
+    fail(name, f"rank-local code of {mesh} in a function that is traced",
+         "a traced function must compute on global tensors; its collectives are planned for it",
+         f"fs.shard_map(body, mesh=mesh, in_specs=..., out_specs=...)(x) in it, with {name} in "
+         "the body")  # fmt: skip
 
 
 def check_ranks(mesh: Mesh, transport: Transport, where: str) -> None:

@@ -14,12 +14,11 @@ import torch
 
 from fshard._torch.autograd_state import graph_task_id
 from fshard._torch.fake_tensors import FakeTensor, is_recording
-from fshard._util.errors import fail
 from fshard.layout.mesh import Mesh
 from fshard.program.cost.model import Cost, collective_time
 from fshard.program.cost.topology import Topology
 from fshard.program.cost.traffic import Traffic, all_gather_traffic, all_reduce_traffic
-from fshard.run.transports.base import LABEL, Finish, Group, current_transport
+from fshard.run.transports.base import Finish, Group, current_transport, refuse_traced
 
 _META_IS_REAL: ContextVar[bool] = ContextVar("fshard_meta_is_real", default=False)
 
@@ -154,14 +153,7 @@ def shape_transport(mesh: Mesh, where: str) -> ShapeTransport:
         ShardingError: while a graph is recorded, whose constants the zeros would be.
     """
     if is_recording():
-        label = LABEL.get()
-        fail(
-            where if label is None else label.name,
-            f"communication over {mesh} in a function that is traced",
-            "a traced function must compute on global tensors; its collectives are planned for it",
-            "fs.shard_map(body, mesh=mesh, in_specs=..., out_specs=...)(x) in it, whose body calls "
-            "the collective",
-        )
+        refuse_traced(mesh, where)
     transport = current_transport()
     if isinstance(transport, ShapeTransport):
         return transport
