@@ -294,7 +294,7 @@ def backward_programs(line: Line) -> tuple[Program, ...]:
 
 
 Plan = Program | Batch | RecordedCollective
-"""What a line launches."""
+"""Program, batch or recorded collective that a line launches."""
 
 
 def forward_plans(line: Line) -> tuple[Plan, ...]:

@@ -258,7 +258,7 @@ class _Writer:
         index = CheckpointIndex(treedef.unflatten(leaves), files, self.save_id)
         sync_directory(self.root)
         write_text(self.root / INDEX, index.to_json())
-        self.remove(lambda name: not name.startswith(self.save_id) or not name.endswith(SUFFIX))
+        self._remove_unused()
 
     def await_index(self) -> None:
         """Wait until the first rank has replaced the index."""
@@ -299,14 +299,15 @@ class _Writer:
             )
         return report
 
-    def remove(self, is_unused: Any) -> None:
-        """Remove files of saves that no index names."""
+    def _remove_unused(self) -> None:
+        """Remove the files of other saves, and those of this one that its index does not name."""
         for path in self.root.iterdir():
             name = path.name
             prefix, dash, rest = name.partition("-")
             ours = dash and len(prefix) == 12 and rest.endswith((SUFFIX, ".json", ".tmp"))
+            named = prefix == self.save_id and name.endswith(SUFFIX)
             unfinished = name.startswith(INDEX) and name.endswith(".tmp")
-            if unfinished or (ours and is_unused(name)):
+            if unfinished or (ours and not named):
                 with suppress(OSError):
                     path.unlink()
 
