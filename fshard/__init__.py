@@ -2,7 +2,7 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-from fshard import random, state
+from fshard import random, state, testing
 from fshard._torch.dynamo import run_uncompiled as _run_uncompiled
 from fshard._util.errors import ShardingError
 from fshard._util.public import publish as _publish
@@ -172,6 +172,7 @@ __all__ = [
     "smap",
     "start",
     "state",
+    "testing",
     "to_dtensor",
     "tril",
     "triu",
@@ -203,6 +204,7 @@ _publish(
 )
 _publish(vars(random), random.__all__)
 _publish(vars(state), state.__all__)
+_publish(vars(testing), testing.__all__)
 
 
 def __dir__() -> list[str]:

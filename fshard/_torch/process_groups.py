@@ -16,13 +16,16 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
 __all__ = [
-    "PrefixStore", "TCPStore", "create_group", "default_group", "default_store", "leak_groups",
-    "pending_works", "register_meta_kernels", "resolve_group", "strided_shard_type",
+    "PrefixStore", "TCPStore", "create_group", "default_group", "default_store",
+    "init_default_group", "leak_groups", "pending_works", "register_meta_kernels", "resolve_group",
+    "strided_shard_type",
 ]  # fmt: skip
 
 default_group: Callable[[], Any] = partial(attrgetter("_default_pg"), c10d._world)
 """Return the default process group or None, ten times faster than `dist.group.WORLD`."""
 default_store: Callable[[], Any] = c10d._get_default_store
+init_default_group: Callable[[str], None] = c10d.init_process_group
+"""Create the default process group of a backend from `torchrun`'s environment variables."""
 resolve_group: Callable[[Any], Any] = c10d._resolve_process_group  # type: ignore[attr-defined]
 """Return the process group of a group name."""
 pending_works: Callable[[], int] = torch._C._distributed_c10d._get_work_registry_size

@@ -8,14 +8,27 @@ import subprocess
 import sys
 import time
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import fshard as fs
 from fshard._util.errors import ShardingError
 from tests.helpers.gloo.harness import ROOT, RankDied, RankHung, Ranks, outcomes, pool, run_ranks
+
+SCRIPT = """
+import torch.distributed as dist
+import fshard as fs
+
+def rank():
+    return f"{dist.get_rank()} of {dist.get_world_size()}"
+
+if __name__ == "__main__":
+    print(fs.testing.run_ranks(rank, nproc=2))
+"""
 
 
 def add_ranks(base: torch.Tensor) -> torch.Tensor:
@@ -128,6 +141,58 @@ def test_hanging_rank_is_ended() -> None:
         run_ranks(2, hang_on, 1, timeout=1)
     assert time.monotonic() - start < 10
     assert not any(map(is_running, pids))
+
+
+def test_hanging_rank_shows_its_stack() -> None:
+    hung = outcomes(2, hang_on, 1, timeout=1)[1]
+    assert isinstance(hung.error, RankHung)
+    assert "in hang_on" in hung.traceback
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "message"),
+    [
+        (lambda: 0, (), "the function must be at the top level"),
+        (facts, (sys,), "arguments must pickle"),
+    ],
+)
+def test_calls_that_cannot_be_sent_are_refused(
+    function: Any, args: tuple[Any, ...], message: str
+) -> None:
+    with pytest.raises(ShardingError, match=message):
+        run_ranks(2, function, *args)
+
+
+@pytest.mark.parametrize("nproc", [0, -1, 2.0, "2", None])
+def test_number_of_processes_is_checked(nproc: Any) -> None:
+    with pytest.raises(ShardingError, match="nproc must be an int of at least 1"):
+        fs.testing.run_ranks(facts, nproc=nproc)
+
+
+def test_functions_of_a_script(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.stdout == "['0 of 2', '1 of 2']\n", done.stderr
+
+
+@fs.testing.meshes({"x": 2}, processes=True)
+def test_meshes_on_processes(mesh: fs.Mesh) -> None:
+    pair = fs.shard(torch.arange(4.0), mesh, fs.P("x"))
+    is_process = dist.is_initialized()
+    assert isinstance(pair.local, torch.Tensor) == is_process
+    assert torch.equal(fs.unshard(pair), torch.arange(4.0))
+    fs.testing.assert_communicates(fs.unshard, (pair,), {("all_gather", "x"): 1}, bytes=8)
+
+
+@fs.testing.meshes({"x": 2}, processes=True)
+@pytest.mark.xfail(strict=True, raises=AssertionError)
+def test_failures_on_processes_are_failures_of_the_test(mesh: fs.Mesh) -> None:
+    pair = fs.shard(torch.arange(4.0), mesh, fs.P("x"))
+    fs.testing.assert_layout(pair, fs.P())
 
 
 def test_dead_rank_is_named() -> None:

@@ -24,6 +24,7 @@ LAYERS = (
     {"state"},
     {"show"},
     {"interop"},
+    {"testing"},
     {"__init__"},
     {"__main__"},
 )

@@ -36,7 +36,8 @@ GROUPS = {
     "Operations and functions for one device": "apply on_pairs propagate Strategy partition "
     "Partition auto Auto constrain rule Rule Mode register_rule register_decomposition",
     "Operations with results of a stated size": "nonzero masked_select unique bincount",
-    "Random numbers, state, logs and errors": "random state comm_log CommLog ShardingError",
+    "Random numbers, state, tests, logs and errors": "random state testing comm_log "
+    "CommLog ShardingError",
 }
 
 UNIONS = {"Step": "Union of all step types, for `isinstance` and annotations."}
