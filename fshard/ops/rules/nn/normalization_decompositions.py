@@ -1,7 +1,7 @@
-"""Decompositions of normalizations over sharded dims: two means and a product.
+"""Decompositions of normalizations over sharded dims: one reduction each, and a product.
 
-A layer norm over a sharded width is two sums of one number per position; a batch norm over a
-sharded batch uses the statistics of the global batch. Gradient operations are decomposed too.
+A layer norm over a sharded width reduces two sums per position; a batch norm over a sharded batch
+uses the statistics of the global batch. Gradient operations are decomposed too.
 Returned statistics of layers and batches have no gradient, as in PyTorch.
 """
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fshard.ops.core.registry import register_decomposition
+from fshard.ops.rules.reduce.moments import mean_and_variance, reduced_together
 from fshard.ops.rules.reduce.reduction_decompositions import wide
 from fshard.ops.rules.reduce.vector_norms import vector_norm
 
@@ -23,42 +24,9 @@ Maybe = Tensor | None
 def _normal(x: Tensor, dims: list[int], eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the normalized tensor, mean, inverse deviation and variance, in the dtype of sums."""
     values = wide(x)
-    mean = values.mean(dims, True)
-    deviation = values - mean
-    variance = (deviation * deviation).mean(dims, True)
+    mean, variance = mean_and_variance(values, dims)
     rstd = (variance + eps).rsqrt()
-    return deviation * rstd, mean, rstd, variance
-
-
-def _reduced_together(*sums: Tensor) -> tuple[Tensor, ...]:
-    """Return sums of one shape, which ranks reduce in one launch.
-
-    The bound changes no value. The rule of clamp has no unreduced operand, so the stack is reduced
-    before it.
-    """
-    return torch.stack(sums).clamp_min(-math.inf).unbind()
-
-
-def _batch_normal(
-    x: Tensor, shift: Maybe, dims: list[int], eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return what `_normal` does, with one reduction over ranks, as SyncBatchNorm.
-
-    The variance is the mean of squares less the square of the mean, of values shifted by the
-    running mean. Sums are accumulated in double precision, so that little cancels.
-    """
-    values = wide(x)
-    if shift is not None:
-        values = values - shift.detach().reshape(_channels(x))
-    count = math.prod(x.shape[dim] for dim in dims)
-    sums = [y.sum(dims, True, dtype=torch.float64) / count for y in (values, values * values)]
-    first, second = _reduced_together(*sums)
-    variance = (second - first * first).clamp_min(0)
-    rstd = (variance + eps).rsqrt().to(values.dtype)
-    normal, mean = (values - first.to(values.dtype)) * rstd, first
-    if shift is not None:
-        mean = first + shift.reshape(_channels(x))
-    return normal, mean.to(values.dtype), rstd, variance.to(values.dtype)
+    return (values - mean) * rstd, mean, rstd, variance
 
 
 def _affine(x: Tensor, weight: Maybe, bias: Maybe, shape: Sequence[int] | None = None) -> Tensor:
@@ -69,7 +37,8 @@ def _affine(x: Tensor, weight: Maybe, bias: Maybe, shape: Sequence[int] | None =
 
 def _back(grad: Tensor, normal: Tensor, rstd: Tensor, dims: list[int]) -> Tensor:
     """Return the input's gradient of a normalization over `dims`, from that of its result."""
-    mean, slope = _reduced_together(grad.mean(dims, True), (grad * normal).mean(dims, True))
+    means = [grad.mean(dims, True), (grad * normal).mean(dims, True)]
+    mean, slope = reduced_together(torch.stack(means))
     return rstd * (grad - mean - normal * slope)
 
 
@@ -212,7 +181,7 @@ def _batch_norm(
     """Return a batch norm by its own or given statistics; mean, inverse deviation, variance."""
     shape = _channels(x)
     if own_statistics:
-        normal, *statistics = _batch_normal(x, mean, _over_batch(x), eps)
+        normal, *statistics = _normal(x, _over_batch(x), eps)
         mean, rstd, var = (x.flatten() for x in statistics)
     else:
         assert mean is not None

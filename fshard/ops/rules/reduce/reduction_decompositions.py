@@ -19,6 +19,7 @@ from fshard.ops.core.builders import dim_factors, normalize_dims
 from fshard.ops.core.call import OpCall
 from fshard.ops.core.registry import register_decomposition, register_rule
 from fshard.ops.core.rule import Rule
+from fshard.ops.rules.reduce.moments import mean_and_variance
 from fshard.ops.rules.reduce.reductions import functional_overloads
 from fshard.ops.strategy.local_call import Args, Kwargs, RankContext
 
@@ -192,10 +193,14 @@ def _moments(
     dims, values = dims_in(x, dim), wide(x)
     ddof = (1.0 if unbiased else 0.0) if correction is None else float(correction)
     count = math.prod(x.shape[d] for d in dims)
-    mean = values.mean(dims, True)
-    deviation = values - mean
-    square = (deviation * deviation.conj()).real if x.is_complex() else deviation * deviation
-    variance = square.sum(dims, True) * (1 / (count - ddof) if count > ddof else math.inf)
+    if x.is_complex():
+        mean = values.mean(dims, True)
+        deviation = values - mean
+        variance = (deviation * deviation.conj()).real.mean(dims, True)
+    else:
+        is_double = x.dtype == torch.float64
+        mean, variance = mean_and_variance(values, dims, in_two_passes=is_double)
+    variance = variance * (count / (count - ddof) if count > ddof else math.inf)
     real = x.real.dtype if x.is_complex() else x.dtype
     return drop_dims(variance, dims, keepdim).to(real), drop_dims(mean, dims, keepdim).to(x.dtype)
 
