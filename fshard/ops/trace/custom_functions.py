@@ -231,17 +231,20 @@ def _forward_and_backward(
         isinstance(x, Tensor) and is_inexact(x) and (requires_grad or needs)
         for x, needs in zip(args, ctx.needs_input_grad, strict=True)
     )
+    # PyTorch's context has the setting, and no attribute that shows it.
+    settings: list[bool] = []
+    ctx.set_materialize_grads = settings.append
     # Recorded in the graph: autograd has disabled gradients already, which no graph shows.
     torch.set_grad_enabled(False)
     try:
         result = _forward(cls, ctx, args, where)
     finally:
         torch.set_grad_enabled(True)
-    return _with_backward(cls, ctx, args, result, where)
+    return _with_backward(cls, ctx, args, result, all(settings[-1:]), where)
 
 
-def _with_backward(cls: Any, ctx: Any, args: Sequence[Any], result: Any, where: str) -> Any:
-    """Return the result of a forward, tied to the backward that is recorded here."""
+def _check_traceable(cls: Any, ctx: Any, count: int, materialized: bool, where: str) -> None:
+    """Refuse a function whose backward cannot be recorded; `count` outputs are differentiable."""
     if ctx.dirty_tensors:
         fail(
             where,
@@ -249,6 +252,21 @@ def _with_backward(cls: Any, ctx: Any, args: Sequence[Any], result: Any, where: 
             "a custom function that is traced must not write its inputs",
             "y = x.clone(), write y, and return it",
         )
+    if not materialized and count > 1 and any(ctx.needs_input_grad):
+        fail(
+            where,
+            f"{cls.__name__}, which calls ctx.set_materialize_grads(False) and has {count} "
+            "differentiable outputs",
+            "a traced backward must not depend on which outputs are used: it has a cotangent of "
+            "each, zeros for one that is not used",
+            "leave the call out, and test no cotangent for None",
+        )
+
+
+def _with_backward(
+    cls: Any, ctx: Any, args: Sequence[Any], result: Any, materialized: bool, where: str
+) -> Any:
+    """Return the result of a forward, tied to the backward that is recorded here."""
     outputs = result if isinstance(result, tuple) else (result,)
     unmarked = {id(x) for x in ctx.non_differentiable or ()}
     # The gradient of a tensor that is returned twice is that of its last place, as in autograd.
@@ -261,6 +279,7 @@ def _with_backward(cls: Any, ctx: Any, args: Sequence[Any], result: Any, where: 
         and id(x) not in unmarked
         and last[id(x)] == index
     ]
+    _check_traceable(cls, ctx, len(tied), materialized, where)
     if not tied:
         return result
     cotangents = {last[id(x)]: COTANGENT(x) for x in tied}

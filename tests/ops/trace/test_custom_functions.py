@@ -179,6 +179,28 @@ class KeepsGradient(Round):
         return grads[0]
 
 
+class Unmaterialized(torch.autograd.Function):
+    """The gradient doubles if the second result is not used."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        return x * 1, x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return 2 * grads[0] if grads[1] is None else grads[0] + 2 * grads[1]
+
+
+class UnmaterializedAlone(Round):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x.round()
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(y)
+        return x * 1, y
+
+
 OPERATIONS = "the forward and the backward of a custom autograd.Function are traced as the"
 
 
@@ -195,6 +217,11 @@ OPERATIONS = "the forward and the backward of a custom autograd.Function are tra
             WritesInput,
             "WritesInput.forward, which calls ctx.mark_dirty",
             "a custom function that is traced must not write its inputs",
+        ),
+        (
+            Unmaterialized,
+            "Unmaterialized, which calls ctx.set_materialize_grads(False) and has 2 diff",
+            "a traced backward must not depend on which outputs are used",
         ),
         (KeepsGradient, "a result of mul is kept outside of the function", "the function is"),
     ],
@@ -214,3 +241,14 @@ def test_custom_functions_that_cannot_be_traced_are_refused(
     assert "apply" not in vars(torch.autograd.Function.__base__)
     assert Exp.apply(sample()).requires_grad
     assert Relu.apply(sample()).requires_grad
+
+
+def test_cotangents_that_are_not_materialized() -> None:
+    """With one differentiable result, or without gradients, there is nothing to decide."""
+    alone, two = UnmaterializedAlone.apply, Unmaterialized.apply
+    x = sample()
+    part = fs.partition(lambda x: alone(x)[0], mesh=MESH, in_specs=P("dp"))
+    grads = [torch.autograd.grad(call(x).sum(), x) for call in (part, lambda x: alone(x)[0])]
+    torch.testing.assert_close(*grads)
+    part = fs.partition(lambda x: two(x)[0], mesh=MESH, in_specs=P("dp"))
+    torch.testing.assert_close(part(x.detach()), two(x)[0].detach())
