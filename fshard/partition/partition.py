@@ -10,7 +10,7 @@ from torch import fx
 
 from fshard._torch.dynamo import run_uncompiled, skip_frames_below
 from fshard._util.cache import BoundedDict
-from fshard._util.errors import Problem, ShardingError, fail, raise_if
+from fshard._util.errors import Problem, fail, raise_if
 from fshard._util.text import plural
 from fshard._util.tracebacks import hide_frames
 from fshard.layout.mesh import Mesh, as_mesh
@@ -29,19 +29,14 @@ from fshard.ops.core.call import name_of
 from fshard.ops.trace.trace import refuse_autocast
 from fshard.partition import arguments
 from fshard.partition.arguments import CallSignature
-from fshard.partition.assignment.assign_layouts import LayoutAssigner
-from fshard.partition.assignment.gradient_reductions import place_gradient_reductions
-from fshard.partition.assignment.layout_hints import layout_hints
-from fshard.partition.assignment.tensor_versions import (
-    Assignment,
-    TensorVersions,
-    redistributed,
+from fshard.partition.assignment.fastest_assignment import (
+    copy_aliased_results,
+    fastest_assignment,
 )
 from fshard.partition.function_traces import FunctionTraces
-from fshard.partition.ir import Copy, Number, Ref, Write, aliases_of, keep_gradients_of
+from fshard.partition.ir import Ref, Write
 from fshard.partition.number_variants import NumberVariants, Plan
-from fshard.partition.partitioned_call import NonTensor, PartitionedCall
-from fshard.partition.training_time import lines_time
+from fshard.partition.partitioned_call import PartitionedCall
 from fshard.program.cost.topology import Topology
 from fshard.program.program_arguments import as_topology
 from fshard.run.global_tensors import unshard
@@ -287,12 +282,13 @@ class Partition:
         requested = self._requested(result_tree)
         count = len(requested)
         requested += [inputs[index][0] for index in traced.written]
-        assignment, outputs, out_specs, grad = self._fastest_assignment(
+        params = sum(map(bool, specs[: flatten([*args[:1]])[1].num_leaves]))
+        assignment, outputs, out_specs, grad = fastest_assignment(
             traced.graph, inputs, signature, requested, count,
-            [type(leaves[index]) for index in numbers],
-            sum(map(bool, specs[: flatten([*args[:1]])[1].num_leaves])))  # fmt: skip
+            [type(leaves[index]) for index in numbers], [self.hold] * params,
+            self.mesh, self.topology, self.where)  # fmt: skip
         targets = {assignment.inputs[index] for index in traced.written}
-        _copy_aliased_results(assignment, outputs, count, targets)
+        copy_aliased_results(assignment, outputs, count, targets)
         for index, value in zip(traced.written, outputs[count:], strict=True):
             target = Ref(assignment.inputs[index])
             assignment.lines.append(Write(target, Ref(value), names[index]))
@@ -305,97 +301,12 @@ class Partition:
         self._last = call
         return call, specs
 
-    def _fastest_assignment(
-        self, graph: fx.GraphModule, inputs: Sequence[tuple[Spec, bool]],
-        signature: CallSignature, requested: Sequence[Any], count: int, numbers: Sequence[type],
-        params: int,
-    ) -> tuple[Assignment, list[Any], list[Spec | None], bool]:  # fmt: skip
-        """Assign layouts with and without hints that shard replicated values; return the faster.
-
-        To shard a value that all ranks compute replicated saves work, and may cost a gather where
-        another operation requires it replicated.
-
-        Args:
-            graph: the graph.
-            inputs: for every tensor its spec, and True if its gradient is requested.
-            signature: the signature of the call.
-            requested: the layout of every result, None where there is none.
-            count: number of results; the outputs after them are final values of arguments.
-            numbers: the types of the symbolic numbers.
-            params: number of tensors of the first argument, which `hold` is of.
-
-        Returns:
-            The lines, the value ids of the results, their specs, and True if one has a gradient.
-        """
-        partitions = [p.partition if isinstance(p, Spec) else p for p in requested]
-        hints = layout_hints(graph, self.mesh, partitions)
-        choices = []
-        for shard_replicated in (True, False) if hints else (False,):
-            assigner = LayoutAssigner(self.mesh, self.topology, signature.grad_enabled,
-                                      signature.device, hints, shard_replicated)  # fmt: skip
-            results = assigner.assign(graph, inputs, numbers, [self.hold] * params)
-            assignment = assigner.assignment
-            outputs, specs, grads = self._redistribute_results(assignment, results, requested)
-            sources = [out for out, grad in zip(outputs, grads[:count], strict=False) if grad]
-            assignment.lines = keep_gradients_of(assignment.lines, sources)
-            outputs = place_gradient_reductions(assignment, inputs, outputs, grads[:count],
-                                                self.topology)  # fmt: skip
-            choices.append((assignment, outputs, specs, bool(sources)))
-        return min(choices, key=lambda choice: lines_time(
-            choice[0].lines, self.mesh, self.topology, grad=choice[3]))  # fmt: skip
-
     def _requested(self, tree: TreeDef) -> list[Any]:
         """Return the item of `out_specs` for every result, None where there is none."""
         if self.out_specs is None:
             return [None] * tree.num_leaves
         results = unflatten(tree, [0] * tree.num_leaves)
         return broadcast_prefix(self.out_specs, results, "out_specs", self.where)
-
-    def _redistribute_results(
-        self, assignment: Assignment, results: Sequence[Any], requested: Sequence[Any]
-    ) -> tuple[list[Any], list[Spec | None], list[bool]]:
-        """Redistribute the results to their requested layouts.
-
-        Returns:
-            Their value ids, their specs, and for each True if it has a gradient. A result that is
-            not a tensor gives a `NonTensor`, None and False.
-        """
-        outputs: list[Any] = []
-        grads: list[bool] = []
-        specs: list[Spec | None] = []
-        problems: list[Problem] = []
-        for index, (result, p) in enumerate(zip(results, requested, strict=True)):
-            if not isinstance(result, TensorVersions):
-                is_number = isinstance(result, Number)
-                outputs.append(result.value if is_number else NonTensor(result))
-                specs.append(None)
-                grads.append(False)
-                continue
-            spec = result.spec
-            try:
-                if p is not None:
-                    spec = p if isinstance(p, Spec) else spec.replace(partition=p)
-            except ShardingError as error:
-                problems += arguments.located(f"result {index}: {p}", error, "out_specs")
-                continue
-            outputs.append(redistributed(assignment, result, spec, self.topology, grad=True))
-            specs.append(spec)
-            grads.append(result.grad)
-        raise_if(f"{self.where}: out_specs", problems)
-        return outputs, specs, grads
-
-
-def _copy_aliased_results(
-    assignment: Assignment, outputs: list[Any], count: int, written: set[int]
-) -> None:
-    """Copy those of the first `count` results that may share memory with a written argument."""
-    aliases = set(written)
-    for line in assignment.lines:
-        aliases.update(out for out, operand in aliases_of(line) if operand in aliases)
-    for index, value in enumerate(outputs[:count]):
-        if type(value) is int and value in aliases:
-            outputs[index] = assignment.new_value()
-            assignment.lines.append(Copy(outputs[index], Ref(value)))
 
 
 def partition(

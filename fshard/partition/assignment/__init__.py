@@ -1,5 +1,6 @@
 """From a traced graph to lines with layouts.
 
+- `fastest_assignment`: the layouts of a call, and of its results.
 - `assign_layouts`: the pass over a graph.
 - `gradient_reductions`: places of the casts whose transposes reduce gradients.
 - `tensor_versions`: tensors with all their layouts, and the programs between them.

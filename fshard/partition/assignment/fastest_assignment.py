@@ -1,0 +1,119 @@
+"""The assignment of layouts to a whole call: the fastest of two, and the layouts of its results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from fshard._util.errors import Problem, ShardingError, raise_if
+from fshard.layout.mesh import Mesh
+from fshard.layout.spec import Spec
+from fshard.partition import arguments
+from fshard.partition.arguments import CallSignature
+from fshard.partition.assignment.assign_layouts import LayoutAssigner
+from fshard.partition.assignment.gradient_reductions import place_gradient_reductions
+from fshard.partition.assignment.layout_hints import layout_hints
+from fshard.partition.assignment.tensor_versions import (
+    Assignment,
+    TensorVersions,
+    redistributed,
+)
+from fshard.partition.ir import Copy, Number, Ref, aliases_of, keep_gradients_of
+from fshard.partition.partitioned_call import NonTensor
+from fshard.partition.training_time import lines_time
+from fshard.program.cost.topology import Topology
+
+
+def fastest_assignment(
+    graph: fx.GraphModule, inputs: Sequence[tuple[Spec, bool]], signature: CallSignature,
+    requested: Sequence[Any], count: int, numbers: Sequence[type],
+    hold: Sequence[tuple[str, ...]], mesh: Mesh, topology: Topology, where: str,
+) -> tuple[Assignment, list[Any], list[Spec | None], bool]:  # fmt: skip
+    """Assign layouts with and without hints that shard replicated values; return the faster.
+
+    To shard a value that all ranks compute replicated saves work, and may cost a gather where
+    another operation requires it replicated.
+
+    Args:
+        graph: the graph.
+        inputs: for every tensor its spec, and True if its gradient is requested.
+        signature: the signature of the call.
+        requested: the layout of every result, None where there is none.
+        count: number of results; the outputs after them are final values of arguments.
+        numbers: the types of the symbolic numbers.
+        hold: for each of the first tensors the axes that its layout keeps.
+        mesh: the mesh.
+        topology: the topology that layouts are costed on.
+        where: name of the function in errors.
+
+    Returns:
+        The lines, the value ids of the results, their specs, and True if one has a gradient.
+    """
+    partitions = [p.partition if isinstance(p, Spec) else p for p in requested]
+    hints = layout_hints(graph, mesh, partitions)
+    choices = []
+    for shard_replicated in (True, False) if hints else (False,):
+        assigner = LayoutAssigner(mesh, topology, signature.grad_enabled,
+                                  signature.device, hints, shard_replicated)  # fmt: skip
+        results = assigner.assign(graph, inputs, numbers, hold)
+        assignment = assigner.assignment
+        outputs, specs, grads = _redistribute_results(
+            assignment, results, requested, topology, where
+        )
+        sources = [out for out, grad in zip(outputs, grads[:count], strict=False) if grad]
+        assignment.lines = keep_gradients_of(assignment.lines, sources)
+        outputs = place_gradient_reductions(assignment, inputs, outputs, grads[:count],
+                                            topology)  # fmt: skip
+        choices.append((assignment, outputs, specs, bool(sources)))
+    return min(choices, key=lambda choice: lines_time(
+        choice[0].lines, mesh, topology, grad=choice[3]))  # fmt: skip
+
+
+def _redistribute_results(
+    assignment: Assignment, results: Sequence[Any], requested: Sequence[Any], topology: Topology,
+    where: str,
+) -> tuple[list[Any], list[Spec | None], list[bool]]:  # fmt: skip
+    """Redistribute the results to their requested layouts.
+
+    Returns:
+        Their value ids, their specs, and for each True if it has a gradient. A result that is
+        not a tensor gives a `NonTensor`, None and False.
+    """
+    outputs: list[Any] = []
+    grads: list[bool] = []
+    specs: list[Spec | None] = []
+    problems: list[Problem] = []
+    for index, (result, p) in enumerate(zip(results, requested, strict=True)):
+        if not isinstance(result, TensorVersions):
+            is_number = isinstance(result, Number)
+            outputs.append(result.value if is_number else NonTensor(result))
+            specs.append(None)
+            grads.append(False)
+            continue
+        spec = result.spec
+        try:
+            if p is not None:
+                spec = p if isinstance(p, Spec) else spec.replace(partition=p)
+        except ShardingError as error:
+            problems += arguments.located(f"result {index}: {p}", error, "out_specs")
+            continue
+        outputs.append(redistributed(assignment, result, spec, topology, grad=True))
+        specs.append(spec)
+        grads.append(result.grad)
+    raise_if(f"{where}: out_specs", problems)
+    return outputs, specs, grads
+
+
+def copy_aliased_results(
+    assignment: Assignment, outputs: list[Any], count: int, written: set[int]
+) -> None:
+    """Copy those of the first `count` results that may share memory with a written argument."""
+    aliases = set(written)
+    for line in assignment.lines:
+        aliases.update(out for out, operand in aliases_of(line) if operand in aliases)
+    for index, value in enumerate(outputs[:count]):
+        if type(value) is int and value in aliases:
+            outputs[index] = assignment.new_value()
+            assignment.lines.append(Copy(outputs[index], Ref(value)))
