@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch._C._functorch import TransformType
 from torch._functorch.autograd_function import custom_function_call
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._functorch.pyfunctorch import (
+    retrieve_current_functorch_interpreter,
+    temporarily_clear_interpreter_stack,
+)
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
@@ -30,6 +34,15 @@ add_batch_dim: Callable[[torch.Tensor, int, int], torch.Tensor] = torch._add_bat
 
 set_forward_mode = forward_ad._set_fwd_grad_enabled
 """`set_forward_mode(True)`: context in which tangents propagate; PyTorch calls a `jvp` without."""
+
+_unwrap_for_grad: Callable[..., torch.Tensor] = torch._C._functorch._unwrap_for_grad
+_wrap_for_grad: Callable[..., torch.Tensor] = torch._C._functorch._wrap_for_grad
+
+
+def _below_current_level() -> Any:
+    """Return the context in which the innermost running transform does not run."""
+    return retrieve_current_functorch_interpreter().lower()
+
 
 without_transforms = temporarily_clear_interpreter_stack
 """Context in which no transform of `torch.func` runs: `grad` wraps even tensors made anew."""
@@ -52,7 +65,9 @@ def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
     """Return `function.apply(*args)`, about ten times faster than PyTorch.
 
     For a function with `setup_context`, PyTorch binds the arguments to the signature of `forward`,
-    which it inspects in every call. Here all arguments must be positional and without default.
+    which it inspects in every call, and under `torch.func` walks them as trees and makes a class.
+    Here all arguments must be positional and without default, tensors must not be nested in them,
+    and no output may be an input.
 
     >>> class Twice(torch.autograd.Function):
     ...     @staticmethod
@@ -67,10 +82,40 @@ def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
     """
     if torch.compiler.is_compiling():
         return function.apply(*args)
-    if transforms_active():
-        return custom_function_call(function, *args)
     unwrapped = [unwrap_if_dead(x) if isinstance(x, torch.Tensor) else x for x in args]
-    return super(torch.autograd.Function, function).apply(*unwrapped)  # type: ignore[misc]
+    if not transforms_active():
+        return super(torch.autograd.Function, function).apply(*unwrapped)  # type: ignore[misc]
+    interpreter: Any = retrieve_current_functorch_interpreter()
+    if interpreter.key() not in (TransformType.Grad, TransformType.Jvp):
+        return custom_function_call(function, *unwrapped)
+    lift = interpreter._cptr.lift
+    lifted = [lift(x) if isinstance(x, torch.Tensor) else x for x in unwrapped]
+    with enable_single_level_autograd_function():
+        return _at_level(function, interpreter.level()).apply(*lifted)
+
+
+@lru_cache(maxsize=1024)
+def _at_level(function: type[torch.autograd.Function], level: int) -> Any:
+    """Return the function of tensors of a level of `grad` or `jvp`, which calls it a level below.
+
+    The equivalent of `torch._functorch.autograd_function.generate_single_level_function`, for flat
+    arguments.
+    """
+
+    def forward(*args: Any) -> Any:
+        unwrapped = [_unwrap_for_grad(x, level) if isinstance(x, torch.Tensor) else x for x in args]
+        with torch.enable_grad(), set_forward_mode(True), _below_current_level():
+            outputs = apply_function(function, *unwrapped)
+        if isinstance(outputs, torch.Tensor):
+            return _wrap_for_grad(outputs, level)
+        return tuple([_wrap_for_grad(y, level) for y in outputs])
+
+    members: dict[str, Callable[..., Any]] = {
+        "forward": forward, "setup_context": function.setup_context,
+        "backward": function.backward, "jvp": function.jvp,
+    }  # fmt: skip
+    methods = {name: staticmethod(member) for name, member in members.items()}
+    return type(f"{function.__name__}Generated", (_SingleLevelFunction,), methods)
 
 
 def is_foreign(x: torch.Tensor) -> bool:
@@ -79,6 +124,15 @@ def is_foreign(x: torch.Tensor) -> bool:
     stack = torch._C._functorch.get_interpreter_stack() or ()
     keys = [item.key() for item in stack if item.level() == level]
     return (TransformType.Vmap in keys) is not is_batched(x) if keys else True
+
+
+def is_batched_at_any_level(x: torch.Tensor) -> bool:
+    """Return True for a tensor that wraps another one for a `vmap`, or wraps one that does."""
+    while is_wrapped(x):
+        if is_batched(x):
+            return True
+        x = get_unwrapped(x)
+    return False
 
 
 def innermost_level(x: torch.Tensor) -> int | None:

@@ -22,7 +22,7 @@ from fshard.layout.validation import check_plain_tensor
 from fshard.plan.redistribute import redistribute
 from fshard.program.program import Program
 from fshard.program.steps import AllSlice, InvariantToReduced, ReplicatedToUnreduced, Step
-from fshard.run.autograd.replicate import replicate_shards, replicated_value
+from fshard.run.autograd.replicate import CotangentCheck, replicated_value, shard_value
 from fshard.run.execute import Pending, check_shards, run_typed_hook
 from fshard.run.from_local import header_of, read_header
 from fshard.run.graph_node import graph_node
@@ -208,22 +208,28 @@ def check_sharding(x: torch.Tensor, spec: Spec) -> None:
         _check_linear(spec, "fs.shard")
 
 
-def shards_of(x: torch.Tensor, spec: Spec) -> tuple[torch.Tensor, ...]:
-    """Return the shards of a global tensor for all ranks of a simulated mesh."""
-    return tuple(unaliased(shard, [x]) for shard in _shard_views(x, spec))
+def shards_of(
+    x: torch.Tensor, spec: Spec, check: CotangentCheck | None = None, *, copied: bool = True
+) -> tuple[torch.Tensor, ...]:
+    """Return the shards of a global tensor for all ranks of a simulated mesh.
 
-
-def _shard_views(x: torch.Tensor, spec: Spec) -> tuple[torch.Tensor, ...]:
-    """Return the shards of a global tensor for all ranks, in its memory where they can be."""
+    Args:
+        x: the global tensor.
+        spec: its layout.
+        check: called with the cotangents of the shards.
+        copied: whether shards have memory of their own; else they are in that of `x` if possible.
+    """
     warn_alone()
     check_sharding(x, spec)
-    return (x,) if spec.mesh.size == 1 else shard_program(spec)(replicate_shards(x, spec.mesh.size))
+    if spec.mesh.size == 1:
+        return (unaliased(x, [x]),) if copied else (x,)
+    return shard_value(x, shard_program(spec), check, copied=copied)
 
 
 def local_view(x: torch.Tensor, spec: Spec) -> Any:
     """Return the local of `shard(x, spec)`, in the memory of `x` where it can be."""
     if current_transport() is None:
-        return _shard_views(x, spec)
+        return shards_of(x, spec, copied=False)
     check_sharding(x, spec)
     return _typed("fs.shard", x, replicated(spec), spec, shard_program(spec))
 

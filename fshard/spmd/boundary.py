@@ -18,8 +18,7 @@ from fshard.layout.spec import Spec
 from fshard.layout.tree import flatten, map_leaves, opaque_problem, paths
 from fshard.plan.redistribute import redistribute
 from fshard.program.program import Program
-from fshard.run.autograd.linear_function import is_differentiated
-from fshard.run.autograd.replicate import with_equal_gradients
+from fshard.run.autograd.replicate import CotangentCheck, compare_values
 from fshard.run.execute import check_local, check_shards
 from fshard.run.global_tensors import check_sharding, shard, shards_of
 from fshard.run.transports.base import Transport
@@ -127,11 +126,8 @@ def plan_arguments(
             spec = _tensor_spec(value, leaf, scope)
             check_sharding(value, spec)
             if transport is None:
-                shards = partial(shards_of, spec=spec)
-                if not is_differentiated(value):
-                    return Argument(path, spec, shards)
-                compared = partial(same_gradients, where, path, spec, typed)
-                return Argument(path, spec, lambda x: compared(shards(x)))
+                check = gradient_check(where, path, spec, typed)
+                return Argument(path, spec, partial(shards_of, spec=spec, check=check))
             return Argument(path, spec, lambda x: shard(x, spec).local)
         if not isinstance(leaf, PartitionSpec) or leaf.axes:
             if opaque := opaque_problem(value, f"with {_describe(leaf)} a value that"):
@@ -145,15 +141,15 @@ def plan_arguments(
     return tuple(_call_all(where, plan, rows))
 
 
-def same_gradients(
-    where: str, path: str, spec: Spec, typed: bool, shards: tuple[torch.Tensor, ...]
-) -> tuple[torch.Tensor, ...]:
-    """Return shards whose gradients must be equal along the axes that `spec` omits."""
+def gradient_check(where: str, path: str, spec: Spec, typed: bool) -> CotangentCheck | None:
+    """Return a check that gradients are equal along the axes that `spec` omits; None without."""
     mesh, p = spec.mesh, spec.partition
     axes = tuple([axis for axis in mesh.axes if axis not in p.axes])
     ranks, along = list(mesh.ranks), format_axes(axes)
+    if mesh.axis_size(axes) == 1:
+        return None
 
-    def refuse(first: int, other: int) -> None:
+    def refuse(first: int, other: int, *_: torch.Tensor) -> None:
         rule = f"along {', '.join(axes)}, which the spec omits, a gradient must be equal: "
         fix = f"fs.pcast({path}, {along}, to='varying') before its use"
         fail(where,
@@ -162,8 +158,8 @@ def same_gradients(
                      "check=False sums none, and under torchrun every rank keeps its part"),
              fix if typed else f"{fix}; or check=True, which inserts it")  # fmt: skip
 
-    groups = [[ranks.index(rank) for rank in group] for group in mesh.groups(axes)] if axes else []
-    return with_equal_gradients(shards, groups, refuse)
+    groups = [[ranks.index(rank) for rank in group] for group in mesh.groups(axes)]
+    return lambda cotangents: compare_values(cotangents, groups, refuse)
 
 
 def _describe(leaf: Any) -> str:

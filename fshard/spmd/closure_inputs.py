@@ -20,12 +20,14 @@ from torch.overrides import TorchFunctionMode
 
 from fshard._torch.autograd_state import backward_hooks_of
 from fshard._torch.functorch import innermost_level, is_foreign, is_wrapped, unwrap_if_dead
+from fshard._torch.modes import DisableTorchFunction
 from fshard._util.code_names import global_names
 from fshard._util.errors import fail
 from fshard._util.tracebacks import runs_users_operation
 from fshard.layout.tree import flatten, is_pair, map_leaves
 
 Tree = TypeVar("Tree")
+Result = TypeVar("Result")
 
 Edge = tuple[Any, int]
 """A node of an autograd graph and the index of its output: the identity of a tensor there."""
@@ -138,6 +140,18 @@ def replaced_closures(tree: Tree) -> Tree:
     if mode is None:
         return tree
     return map_leaves(mode.replaced, tree)
+
+
+def unreplaced(fn: Callable[..., Result]) -> Callable[..., Result]:
+    """Return `fn` for a call on replaced tensors: its operations are seen by no function mode."""
+    if _REPLACING.get() is None:
+        return fn
+
+    def run(*args: Any) -> Result:
+        with DisableTorchFunction():
+            return fn(*args)
+
+    return run
 
 
 def graph_leaves(ys: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -30,8 +30,7 @@ from fshard.layout.tree import (
     paths,
     unflatten,
 )
-from fshard.run.autograd.replicate import replicate_shards
-from fshard.run.global_tensors import unshard
+from fshard.run.global_tensors import shards_of, unshard
 from fshard.run.transports.base import Transport, current_transport, is_simulated
 from fshard.run.transports.divergence_check import checked_collectives
 from fshard.run.transports.divergence_report import blame
@@ -40,9 +39,9 @@ from fshard.spmd.boundary import (
     check_non_tensors,
     check_specs,
     empty_results,
+    gradient_check,
     plan_arguments,
     result_specs,
-    same_gradients,
 )
 from fshard.spmd.closure_inputs import call_function, replaced_closures
 from fshard.spmd.graph_call import compile_on_ranks, traceable
@@ -335,12 +334,12 @@ class MappedCall:
             raise
         return self.assemble([self.returned[transport.rank]], outs, transport)
 
-    def share_closure(self, x: torch.Tensor, n: int) -> tuple[torch.Tensor, ...]:
+    def share_closure(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return a tensor that the function closes over for every rank; gradients are compared."""
         spec = Spec(self.scope.mesh, PartitionSpec(), shape=x.shape, dtype=x.dtype)
         typed = self.function.check is not False
-        shards = replicate_shards(x, n)
-        return same_gradients(self.function.where, "closure", spec, typed, shards)
+        check = gradient_check(self.function.where, "closure", spec, typed)
+        return shards_of(x, spec, check, copied=False)
 
     def locals_(self) -> tuple[Any, ...]:
         """Return the locals of the arguments that have a spec: of all ranks, or of this one."""

@@ -26,7 +26,6 @@ from fshard._torch.functorch import (
 from fshard._torch.legacy_vmap import map_batch_elements
 from fshard._torch.memory import unaliased_all
 from fshard.run.autograd.linear_function import is_differentiated
-from fshard.run.autograd.replicate import replicate_shards
 from fshard.run.transports.simulator import run_ranks
 from fshard.spmd.axis_env import BoundAxes, bind_for_backward
 from fshard.spmd.closure_inputs import (
@@ -44,8 +43,8 @@ def map_ranks(
     body: RankFunction,
     values: Sequence[Locals],
     fn: Callable[..., Any],
-    check_agreement: Callable[[], None] = lambda: None,
-    share: Callable[[torch.Tensor, int], Locals] = replicate_shards,
+    check_agreement: Callable[[], None],
+    share: Callable[[torch.Tensor], Locals],
 ) -> list[Locals]:
     """Return `body(rank, values[i])` for rank i of a simulated mesh, differentiably.
 
@@ -78,7 +77,7 @@ def map_ranks(
     inputs, outputs = ([x for graph in call.graphs for x in graph[side]] for side in (0, 1))
     call.closures = find_closure_inputs(fn, inputs, outputs)
     if call.closures:
-        shared = zip(*(share(x, mesh.size) for x in call.closures), strict=True)
+        shared = zip(*map(share, call.closures), strict=True)
         values = [xs + others for xs, others in zip(values, shared, strict=True)]
         call.graphs = [(xs + call.closures, ys) for xs, ys in call.graphs]
     return _differentiable(call, values)
@@ -90,12 +89,12 @@ def _map_transformed(
     values: Sequence[Locals],
     fn: Callable[..., Any],
     check_agreement: Callable[[], None],
-    share: Callable[[torch.Tensor, int], Locals],
+    share: Callable[[torch.Tensor], Locals],
 ) -> list[Locals]:
     """Run `map_ranks` under a transform of `torch.func`, where closures are inputs of the run."""
     closures, where = find_transformed_closures(fn), getattr(fn, "__name__", type(fn).__name__)
     if closures:
-        shared = zip(*(share(x, scope.mesh.size) for x in closures), strict=True)
+        shared = zip(*map(share, closures), strict=True)
         values = [xs + others for xs, others in zip(values, shared, strict=True)]
     grad_mode = torch.is_grad_enabled()
 

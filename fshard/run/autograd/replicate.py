@@ -1,6 +1,6 @@
-"""Conversion between one invariant tensor and a tuple with one of it per rank, differentiable.
+"""Conversion between one global tensor and a tuple with one tensor per rank, differentiable.
 
-The cotangents of such a tuple must be equal, which `with_equal_gradients` compares.
+The cotangents of an invariant value must be equal on all ranks, which `shard_value` can compare.
 """
 
 from __future__ import annotations
@@ -12,12 +12,16 @@ import torch
 
 from fshard._torch.functorch import (
     apply_function,
+    is_batched_at_any_level,
     is_transformed,
-    set_forward_mode,
     with_batch_at,
+    without_transforms,
 )
 from fshard._torch.legacy_vmap import map_batch_dims
+from fshard._torch.memory import innermost, unaliased_all
 from fshard._torch.modes import without_dispatch_modes
+from fshard.program.program import Program
+from fshard.run.autograd.linear_function import ProgramGroup, is_differentiated
 from fshard.run.transports.shape_only import is_abstract
 
 
@@ -90,40 +94,7 @@ def replicated_value(xs: Sequence[torch.Tensor]) -> torch.Tensor:
     return map_batch_dims(lambda xs: (apply_function(_First, *xs),), xs)[0]
 
 
-class _EqualGradients(torch.autograd.Function):
-    """Keep tensors; in the backward pass compare the cotangents of every group."""
-
-    @staticmethod
-    def forward(groups: Groups, refuse: Refuse, *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(x.view_as(x) for x in xs)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-        ctx.groups, ctx.refuse, *_ = inputs
-
-    @staticmethod
-    def jvp(ctx: Any, _: None, __: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        with set_forward_mode(True):
-            return tuple(tangent.view_as(tangent) for tangent in tangents)
-
-    @staticmethod
-    def vmap(
-        info: Any, in_dims: Sequence[int | None], groups: Groups, refuse: Refuse, *xs: torch.Tensor
-    ) -> Any:
-        return apply_function(_EqualGradients, groups, refuse, *xs), in_dims[2:]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        def compare(xs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-            compare_values(xs, ctx.groups, lambda i, j, *_: ctx.refuse(i, j))
-            return xs
-
-        return None, None, *map_batch_dims(compare, grads)
-
-
 Groups = Sequence[Sequence[int]]
-Refuse = Callable[[int, int], object]
-"""Function of the positions of two tensors whose cotangents differ; it raises."""
 Report = Callable[[int, int, torch.Tensor, torch.Tensor], object]
 """Function of two positions and of the values there, which differ; it raises."""
 
@@ -159,10 +130,13 @@ class _Comparison(torch.autograd.Function):
 
 def compare_values(xs: Sequence[torch.Tensor], groups: Groups, report: Report) -> None:
     """Call `report` for tensors of one group of positions that differ beyond rounding."""
-    if is_transformed():
+    if not is_transformed():
+        _compare(xs, groups, report)
+    elif any(map(is_batched_at_any_level, xs)):
         apply_function(_Comparison, groups, report, *xs)
     else:
-        _compare(xs, groups, report)
+        with without_transforms(), without_dispatch_modes():  # tracers forbid reads of values
+            _compare([innermost(x) for x in xs], groups, report)
 
 
 def _compare(xs: Sequence[torch.Tensor], groups: Groups, report: Report) -> None:
@@ -172,14 +146,68 @@ def _compare(xs: Sequence[torch.Tensor], groups: Groups, report: Report) -> None
                 report(first, i, xs[first].detach(), xs[i].detach())
 
 
-def with_equal_gradients(
-    xs: tuple[torch.Tensor, ...], groups: Groups, refuse: Refuse
+class _Sharding(torch.autograd.Function):
+    """Shard a global tensor for all ranks; the cotangent is unsharded, by the transpose."""
+
+    @staticmethod
+    def forward(
+        prog: Program, check: CotangentCheck | None, copied: bool, x: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        return _shards(x, prog, copied)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        ctx.prog, ctx.check, *_ = inputs
+
+    @staticmethod
+    def jvp(ctx: Any, *args: Any) -> tuple[torch.Tensor, ...]:
+        return shard_value(args[-1], ctx.prog)
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: Sequence[int | None], prog: Program, check: CotangentCheck | None,
+        copied: bool, x: torch.Tensor,
+    ) -> Any:  # fmt: skip
+        x = with_batch_at(x, in_dims[-1], -1, info.batch_size)
+        wide = ProgramGroup((prog,)).wider(info.batch_size).progs[0]
+        ys = shard_value(x, wide, check, copied=copied)
+        return ys, (-1,) * len(ys)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        def compare(xs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+            ctx.check(xs)
+            return xs
+
+        if ctx.check is not None:
+            grads = map_batch_dims(compare, grads)
+        return None, None, None, replicated_value(ctx.prog.T(grads))
+
+
+CotangentCheck = Callable[[Sequence[torch.Tensor]], object]
+"""Function of the cotangents of all ranks' shards; it raises if they are not of one value."""
+
+
+def shard_value(
+    x: torch.Tensor, prog: Program, check: CotangentCheck | None = None, *, copied: bool = False
 ) -> tuple[torch.Tensor, ...]:
-    """Return `xs`; their cotangents must be equal within groups of positions, up to rounding."""
-    if is_transformed() or (torch.is_grad_enabled() and any(x.requires_grad for x in xs)):
-        ys: tuple[torch.Tensor, ...] = apply_function(_EqualGradients, groups, refuse, *xs)
+    """Return the shards of a global tensor for all ranks of a simulation, differentiably.
+
+    Args:
+        x: the global tensor.
+        prog: the local steps from the invariant tensor to its shards.
+        check: called with the cotangents of the shards.
+        copied: whether shards have memory of their own.
+    """
+    if is_differentiated(x):
+        ys: tuple[torch.Tensor, ...] = apply_function(_Sharding, prog, check, copied, x)
         return ys
-    return xs
+    return _shards(x, prog, copied)
+
+
+def _shards(x: torch.Tensor, prog: Program, copied: bool) -> tuple[torch.Tensor, ...]:
+    shards: tuple[torch.Tensor, ...] = prog(tuple([x.detach() for _ in prog.src.mesh.ranks]))
+    return unaliased_all(shards, (x,)) if copied else shards
 
 
 def are_close(a: torch.Tensor, b: torch.Tensor) -> bool:

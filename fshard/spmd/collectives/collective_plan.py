@@ -50,7 +50,7 @@ from fshard.run.transports.divergence_report import call_line
 from fshard.run.transports.reduce_dtypes import TensorFunction
 from fshard.run.transports.shape_only import ShapeTransport, meta_as_real
 from fshard.spmd.axis_env import BoundAxes, current_axes, current_tracker
-from fshard.spmd.closure_inputs import replaced_closures
+from fshard.spmd.closure_inputs import replaced_closures, unreplaced
 from fshard.spmd.collectives.argument_key import plain_key
 from fshard.spmd.collectives.compile_node import bound_node
 from fshard.spmd.types import TypeSignature
@@ -222,11 +222,10 @@ def launch_collective(plan: CollectivePlan, x: Tree, *, ahead: bool = False) -> 
     possible: a maximum or minimum with a gradient.
     """
     tracker, x = current_tracker(), replaced_closures(x)
-    return (
-        _launch_tree(plan, x, ahead)
-        if tracker is None
-        else tracker.launch_collective(plan, x, ahead, _launch_tree)
-    )
+    if tracker is None:
+        return unreplaced(unreplaced(_launch_tree)(plan, x, ahead))
+    finish: Callable[[], Tree] = tracker.launch_collective(plan, x, ahead, _launch_tree)
+    return finish
 
 
 def _launch_tree(plan: CollectivePlan, x: Tree, ahead: bool) -> Callable[[], Tree]:
