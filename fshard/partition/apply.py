@@ -189,7 +189,7 @@ def _apply(op: Any, mode: str, topology: Topology | None, /, *args: Any, **kwarg
             call = strategy.call.op
             return _apply_partitioned(op, call, specs, named, pairs, mode, topology, None)
         locals_ = [
-            pair.local if prog.src == prog.dst else prog(pair.local)
+            prog(pair.local) if prog.steps else pair.local
             for pair, prog in zip(pairs, strategy.programs, strict=True)
         ]
         return _run(strategy, mesh, simulated, locals_, placed, keywords)

@@ -13,6 +13,7 @@ from fshard._util.errors import raise_if
 from fshard.layout.partition_spec import Kinds, PartitionSpec, chunk_sizes, remove_kinds
 from fshard.layout.spec import Spec
 from fshard.layout.validation import state_problems
+from fshard.program.halo_boxes import infer_halo
 from fshard.program.infer_exchange import infer_exchange, infer_remesh, pad_partition, refuse
 from fshard.program.steps import (
     AllGather,
@@ -22,6 +23,8 @@ from fshard.program.steps import (
     Cast,
     CollectivePermute,
     Exchange,
+    HaloExchange,
+    HaloReduce,
     InvariantToReduced,
     ReducedToInvariant,
     ReduceScatter,
@@ -33,6 +36,8 @@ from fshard.program.steps import (
 
 Axes = tuple[str, ...]
 DimSizes = tuple[int, ...] | None
+NO_AXES = (Cast, CollectivePermute, Exchange, HaloExchange, HaloReduce, Remesh)
+"""Steps that do not name the axes that change."""
 
 
 def infer(step: Step, spec: Spec, /) -> Spec:
@@ -45,7 +50,7 @@ def infer(step: Step, spec: Spec, /) -> Spec:
     """
     if isinstance(step, AllToAll):
         _check_all_to_all(step, spec)
-    elif not isinstance(step, Cast | CollectivePermute | Exchange | Remesh):
+    elif not isinstance(step, NO_AXES):
         spec.mesh.check_axes(step.axes, f"{step} on {spec}")
     match step:
         case AllGather() | AllReduce() if step.to not in ("invariant", "reduced"):
@@ -73,6 +78,8 @@ def infer(step: Step, spec: Spec, /) -> Spec:
             return _infer_permute(step, spec)
         case Exchange():
             return infer_exchange(step, spec)
+        case HaloExchange() | HaloReduce():
+            return infer_halo(step, spec)
         case Remesh():
             return infer_remesh(step, spec)
         case InvariantToReduced():
@@ -189,7 +196,7 @@ def _check_dim(step: Step, spec: Spec, dim: int) -> None:
 
 def _remove_axes(step: Step, spec: Spec, dim: int) -> Spec:
     """Return `spec` without the step's axes, which must be the most minor ones of `dim`."""
-    assert not isinstance(step, Cast | CollectivePermute | Exchange | Remesh)
+    assert not isinstance(step, NO_AXES)
     _check_dim(step, spec, dim)
     axes, dim_axes = step.axes, spec.partition.dims[dim]
     if not axes or dim_axes[-len(axes) :] != axes:
@@ -202,7 +209,7 @@ def _remove_axes(step: Step, spec: Spec, dim: int) -> Spec:
 
 def _append_axes(step: Step, spec: Spec, dim: int, sizes: DimSizes) -> Spec:
     """Return `spec` with the step's axes at the minor end of `dim`."""
-    assert not isinstance(step, Cast | CollectivePermute | Exchange | Remesh)
+    assert not isinstance(step, NO_AXES)
     _check_dim(step, spec, dim)
     shards, n = spec.dim_shards(dim), spec.mesh.axis_size(step.axes)
     if sizes is not None:
@@ -238,7 +245,7 @@ def _drop_states(spec: Spec, axes: tuple[str, ...]) -> Spec:
 
 def _add_state(step: Step, spec: Spec, word: str, kind: str) -> Spec:
     """Return `spec` with the step's axes in a state; the empty word is invariant."""
-    assert not isinstance(step, Cast | CollectivePermute | Exchange | Remesh)
+    assert not isinstance(step, NO_AXES)
     if not word:
         return spec
     p = spec.partition

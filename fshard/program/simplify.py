@@ -1,8 +1,9 @@
 """Local rewrites of programs: `prog.simplify()` keeps source, target and value and lowers the cost.
 
-Every step but a cast keeps the global value, so that all steps between the same two layouts are
-equivalent. A rule therefore needs no proof: it proposes other layouts to go through, the steps
-between them are the cheapest single ones that type-check, and the cost decides. Four rules suffice:
+Every step but a cast and a halo step keeps the global value, so that all steps between the same
+two layouts are equivalent. A rule therefore needs no proof: it proposes other layouts to go
+through, the steps between them are the cheapest single ones that type-check, and the cost decides.
+Four rules suffice:
 
 - inverse steps cancel, and neighbours fuse: all-reduce and slice into reduce-scatter, gather and
   slice into all-to-all, the all-reduce of a value made unreduced just before into nothing or a
@@ -34,7 +35,7 @@ from fshard.program.cast_rules import commutes, represents
 from fshard.program.cost.model import step_time
 from fshard.program.cost.topology import Topology
 from fshard.program.cost.traffic import max_local_nbytes
-from fshard.program.infer import infer
+from fshard.program.infer import NO_AXES, infer
 from fshard.program.program import Program, simplify_hook, wire_specs
 from fshard.program.program_arguments import exclude_problems
 from fshard.program.single_step import single_steps
@@ -44,11 +45,11 @@ from fshard.program.steps import (
     AllSlice,
     AllToAll,
     Cast,
-    CollectivePermute,
     Exchange,
+    HaloExchange,
+    HaloReduce,
     InvariantToReduced,
     ReduceScatter,
-    Remesh,
     ReplicatedToUnreduced,
     ShardedToUnreduced,
     Step,
@@ -147,6 +148,8 @@ def _rewrites(
     No layout on the way may have a local of more than `max_nbytes`.
     """
     path, steps = prog.specs[start : stop + 1], prog.steps[start:stop]
+    if any(isinstance(step, HaloExchange | HaloReduce) for step in steps):
+        return  # they do not keep the global value
     price = _sum([pricing.price(*leg) for leg in zip(steps, path, path[1:], strict=False)])
     for other in (other for rule in RULES for other in rule(path, steps)):
         legs = _legs(other, price, pricing)
@@ -376,7 +379,7 @@ def _results(step: Step, spec: Spec) -> tuple[Spec, ...]:
 
 def _similar_steps(step: Step, ndim: int) -> Iterator[Step]:
     """Yield steps that do the same to some of the axes."""
-    if isinstance(step, Cast | CollectivePermute | Exchange | Remesh):
+    if isinstance(step, NO_AXES):
         return
     if isinstance(step, AllToAll):
         for pair, dim in itertools.product(step.pairs, range(ndim)):

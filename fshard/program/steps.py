@@ -16,11 +16,12 @@ from fshard.layout.mesh import Mesh, as_axes
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import DTYPE_NAMES
 from fshard.layout.validation import as_ints
+from fshard.program.halo_steps import HaloExchange, HaloReduce, HaloStep
 
 __all__ = [
     "AllGather", "AllReduce", "AllSlice", "AllToAll", "Cast", "Collective", "CollectivePermute",
-    "Exchange", "InvariantToReduced", "LocalStep", "ReduceScatter", "ReducedToInvariant",
-    "Remesh", "ReplicatedToUnreduced", "ShardedToUnreduced", "Step",
+    "Exchange", "HaloExchange", "HaloReduce", "InvariantToReduced", "LocalStep", "ReduceScatter",
+    "ReducedToInvariant", "Remesh", "ReplicatedToUnreduced", "ShardedToUnreduced", "Step",
 ]  # fmt: skip
 
 Sizes = tuple[int, ...] | None
@@ -481,18 +482,12 @@ class Cast:
         return f"{self.name}({DTYPE_NAMES.get(self.dtype, str(self.dtype))})"
 
 
-LocalStep = (
-    AllSlice
-    | Remesh
-    | InvariantToReduced
-    | ReducedToInvariant
-    | ReplicatedToUnreduced
-    | ShardedToUnreduced
-    | Cast
-)
+StateChange = InvariantToReduced | ReducedToInvariant | ReplicatedToUnreduced | ShardedToUnreduced
+LocalStep = AllSlice | Remesh | Cast | StateChange
 """Any step that sends nothing."""
 
-Collective = AllGather | AllReduce | ReduceScatter | AllToAll | CollectivePermute | Exchange
+Exchanges = CollectivePermute | Exchange | HaloStep
+Collective = AllGather | AllReduce | ReduceScatter | AllToAll | Exchanges
 """Any step that communicates along axes of several ranks."""
 
 Step = Collective | LocalStep

@@ -14,6 +14,7 @@ import torch
 from fshard._util.errors import fail
 from fshard.layout.partition_spec import LINEAR
 from fshard.layout.spec import Spec
+from fshard.program.halo_boxes import reversed_halo
 from fshard.program.infer import replicated_kind, reverse_all_to_all, unreduced_kind
 from fshard.program.steps import (
     AllGather,
@@ -23,6 +24,8 @@ from fshard.program.steps import (
     Cast,
     CollectivePermute,
     Exchange,
+    HaloExchange,
+    HaloReduce,
     InvariantToReduced,
     ReducedToInvariant,
     ReduceScatter,
@@ -95,6 +98,8 @@ def transpose(step: Step, src: Spec, /) -> Step:
         case Exchange():
             mesh = None if step.mesh in (None, src.mesh) else src.mesh
             return Exchange(src.dual.partition, src.sizes, mesh)
+        case HaloExchange() | HaloReduce():
+            return reversed_halo(step, src)
         case Remesh():
             return Remesh(src.mesh, src.dual.partition)
         case InvariantToReduced(axes):

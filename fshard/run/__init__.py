@@ -6,6 +6,7 @@ A call goes `execute` (checks of locals) -> `autograd/linear_function` (gradient
 - `execute`: `prog(local)`, and `Pending`, the result of an asynchronous call.
 - `autograd`: gradients of programs and collectives.
 - `interpreter`: each step as a function of one rank's local, or a `Wire`.
+- `halo`: halo exchanges and reductions of one rank.
 - `collective`: one collective of one rank; `packing`: boxes put in and out of flat tensors.
 - `transports`: the collectives of a rank: simulated, by processes, checked, or for shapes alone.
 - `execute_batch`, `bucketing`: `batch(tree)`, several programs with coalesced launches.

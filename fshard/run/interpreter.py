@@ -28,6 +28,8 @@ from fshard.program.steps import (
     Cast,
     CollectivePermute,
     Exchange,
+    HaloExchange,
+    HaloReduce,
     InvariantToReduced,
     ReducedToInvariant,
     ReduceScatter,
@@ -37,6 +39,7 @@ from fshard.program.steps import (
     Step,
 )
 from fshard.run.collective import Wire, exchange, launch_wire, unchanged, wire_of
+from fshard.run.halo import halo
 from fshard.run.transports.base import Finish, Group, Transport, notify
 from fshard.run.transports.reduce_dtypes import TensorFunction, as_dtype, neutral_like, over, times
 from fshard.run.transports.simulator import own_result, results_of
@@ -195,6 +198,8 @@ def _stage(
             return lambda x: x if wire_dtype is not None else as_dtype(x, dtype)
         case _ if rank not in src.mesh and rank not in dst.mesh:
             return unchanged
+        case HaloExchange() | HaloReduce():
+            return halo(step, src, dst, rank)
         case _ if 0 in src.shape:
             shape = dst.local_shape(rank) if rank in dst.mesh else (0,)
             return lambda x: x.new_empty(shape)

@@ -99,7 +99,7 @@ def _offset_in_row(shape: Sequence[int], boxes: Sequence[Box]) -> int | None:
     return first
 
 
-def _view(x: torch.Tensor, box: Box) -> torch.Tensor:
+def view_box(x: torch.Tensor, box: Box) -> torch.Tensor:
     """Return a view of one box of a tensor."""
     for dim, (i, j) in enumerate(box):
         if j - i < x.shape[dim]:
@@ -119,12 +119,12 @@ def packer(shape: Sequence[int], boxes: Sequence[Box]) -> TensorFunction:
         return lambda x: x.reshape(-1).narrow(0, start, total)
     if shape and len({box_shape(box)[1:] for box in boxes}) == 1:
         # The concatenation of channels-last tensors would be channels-last itself: reshape copies.
-        return lambda x: torch.cat([_view(x, box) for box in boxes]).reshape(-1)
+        return lambda x: torch.cat([view_box(x, box) for box in boxes]).reshape(-1)
 
     def pack(x: torch.Tensor) -> torch.Tensor:
         flat = x.new_empty(total)
         for piece, box in zip(flat.split(sizes), boxes, strict=True):
-            piece.view(box_shape(box)).copy_(_view(x, box))
+            piece.view(box_shape(box)).copy_(view_box(x, box))
         return flat
 
     return pack
@@ -197,7 +197,7 @@ def unpacker(shape: Sequence[int], sources: Sequence[Source], combine: Combine) 
         for box, terms in rows:
             size, n = box_shape(box), math.prod(box_shape(box))
             values = [
-                moved.narrow(0, start, n).view(size) if own is None else _view(x, own)
+                moved.narrow(0, start, n).view(size) if own is None else view_box(x, own)
                 for _, start, own in terms
             ]
             parts.append(combine.of(values))
@@ -223,7 +223,7 @@ def _assembler(
     def assemble(parts: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
         result = like.new_empty(shape) if filled else neutral_like(like, fill, tuple(shape))
         for part, box in zip(parts, boxes, strict=True):
-            _view(result, box).copy_(part)
+            view_box(result, box).copy_(part)
         return result
 
     return assemble

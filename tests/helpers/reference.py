@@ -25,6 +25,8 @@ from fshard.program.steps import (
     Cast,
     CollectivePermute,
     Exchange,
+    HaloExchange,
+    HaloReduce,
     InvariantToReduced,
     ReducedToInvariant,
     ReduceScatter,
@@ -173,6 +175,8 @@ def simulate_step(step: Step, spec: Spec, shards: Sequence[torch.Tensor]) -> Sha
         outputs = _exchange(spec, after, shards_by_rank)
     elif isinstance(step, Remesh):
         outputs = shards_by_rank
+    elif isinstance(step, HaloExchange | HaloReduce):
+        outputs = _halo(step, spec, after, shards_by_rank)
     elif isinstance(step, AllToAll):
         outputs = _all_to_all(step, spec, shards_by_rank)
     elif isinstance(step, ShardedToUnreduced) and step.by:
@@ -195,6 +199,7 @@ def _in_group(
 ) -> Iterable[torch.Tensor]:
     """Return the outputs of one group, major to minor; `shapes` are those of the outputs."""
     assert not isinstance(step, AllToAll | CollectivePermute | Exchange | Remesh | Cast)
+    assert not isinstance(step, HaloExchange | HaloReduce)
     n, unreduced = len(parts), dict(spec.partition.unreduced_kinds)
     scale = _averaged(spec, step.axes)
     match step:
@@ -278,6 +283,36 @@ def _exchange(before: Spec, after: Spec, shards_by_rank: ByRank) -> ByRank:
             elsewhere = origin[after.index(rank)] != after.mesh.index(rank, tuple(embedded))
             neutral = _neutral(outputs[rank], next(iter(embedded.values())))
             outputs[rank] = torch.where(elsewhere, neutral, outputs[rank])
+    return outputs
+
+
+def _halo(
+    step: HaloExchange | HaloReduce, before: Spec, after: Spec, shards_by_rank: ByRank
+) -> ByRank:
+    """Index the tensor of each group of owners by the windows, or add the windows to it."""
+    owners = before if isinstance(step, HaloExchange) else after
+    axes = tuple(axis for dim in owners.partition.dims for axis in dim)
+    outputs = {}
+    for group in owners.mesh.groups(axes):
+        full = next(iter(shards_by_rank.values())).new_zeros(owners.shape)
+        positions = {}
+        for rank in group:
+            rows = []
+            for dim, part in enumerate(owners.index(rank)):
+                windows = step.windows[dim] if dim < len(step.windows) else None
+                start, stop = part.start, part.stop
+                if windows is not None:
+                    start, stop = windows[owners.mesh.index(rank, owners.partition.dims[dim])]
+                rows.append(torch.arange(start, stop) % max(owners.shape[dim], 1))
+            positions[rank] = torch.meshgrid(*rows, indexing="ij") if rows else ()
+        if isinstance(step, HaloExchange):
+            for rank in group:
+                full[owners.index(rank)] = shards_by_rank[rank]
+            outputs |= {rank: full[positions[rank]] for rank in group}
+        else:
+            for rank in group:
+                full.index_put_(positions[rank], shards_by_rank[rank], accumulate=True)
+            outputs |= {rank: full[owners.index(rank)].clone() for rank in group}
     return outputs
 
 

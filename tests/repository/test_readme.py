@@ -28,8 +28,8 @@ GROUPS = {
     "arange eye tril triu zeros_like ones_like full_like empty_like from_dtensor to_dtensor",
     "Programs": "redistribute Program Batch Pending lower_bound Bound Cost Topology Link calibrate",
     "Steps": "Step AllGather AllReduce AllSlice AllToAll Cast CollectivePermute Exchange "
-    "InvariantToReduced ReducedToInvariant ReduceScatter Remesh ReplicatedToUnreduced "
-    "ShardedToUnreduced",
+    "HaloExchange HaloReduce InvariantToReduced ReducedToInvariant ReduceScatter Remesh "
+    "ReplicatedToUnreduced ShardedToUnreduced",
     "Per-device functions": "shard_map local_map smap typeof LocalType simulate init",
     "Collectives": "psum pmean pmax pmin pprod pargmax pargmin all_gather psum_scatter all_to_all "
     "pswapaxes ragged_all_to_all ppermute pshuffle pbroadcast pcast axis_index axis_size start",

@@ -18,6 +18,8 @@ from fshard.program.steps import (
     AllToAll,
     Cast,
     Exchange,
+    HaloExchange,
+    HaloReduce,
     InvariantToReduced,
     ReducedToInvariant,
     ReduceScatter,
@@ -143,6 +145,10 @@ def copy_passes(step: Step, src: Spec, dst: Spec, launches: int) -> tuple[int, i
         case AllToAll():
             packs, unpacks = bool(step.also or step.dst_dim), bool(step.also or step.src_dim)
             return 2 * packs, 2 * unpacks
+        case HaloExchange():
+            return 0, 2
+        case HaloReduce():
+            return 1, 1
         case Exchange():
             return 2, 1 + src.mesh.axis_size(reduction_axes(src, dst))
         case _:

@@ -19,7 +19,17 @@ from fshard.program.cost.rank_overlap import Ranks, Vector, local_bytes, needed_
 from fshard.program.cost.shard_overlap import shard_indices
 from fshard.program.cost.traffic import ceil_share, exchange_peers, step_axes, traffic
 from fshard.program.exchange_boxes import converted_axes, reduction_axes
-from fshard.program.steps import AllGather, AllReduce, AllToAll, Exchange, ReduceScatter, Step
+from fshard.program.halo_boxes import halo_counts, owners_of
+from fshard.program.steps import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Exchange,
+    HaloExchange,
+    HaloReduce,
+    ReduceScatter,
+    Step,
+)
 
 
 class Load(NamedTuple):
@@ -92,6 +102,11 @@ def _uneven_load(
             return _exchange_sent(src, dst, ranks, holds), _minus(
                 _times(num_partials, needs), holds
             )
+        case HaloExchange() | HaloReduce():
+            owners, item = owners_of(step, src, dst), src.dtype.itemsize
+            inside = [halo_counts(step, owners, r)[:2] if r in src.mesh else (0, 0) for r in ranks]
+            lent, lacking = (_times(item, counts) for counts in zip(*inside, strict=True))
+            return (lent, lacking) if isinstance(step, HaloExchange) else (lacking, lent)
         case _:  # a permutation
             return before, after
 

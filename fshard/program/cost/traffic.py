@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from functools import lru_cache
+from itertools import zip_longest
 from typing import NamedTuple, assert_never
 
 from fshard.layout.partition_spec import Kinds
@@ -24,6 +25,8 @@ from fshard.program.cost.shard_overlap import (
     pieces,
 )
 from fshard.program.exchange_boxes import converted_axes, exchange_axes, reduction_axes
+from fshard.program.halo_boxes import halo_axes, halo_counts, owners_of
+from fshard.program.halo_steps import HaloStep
 from fshard.program.steps import (
     AllGather,
     AllReduce,
@@ -31,6 +34,8 @@ from fshard.program.steps import (
     Cast,
     CollectivePermute,
     Exchange,
+    HaloExchange,
+    HaloReduce,
     LocalStep,
     ReduceScatter,
     Remesh,
@@ -197,6 +202,8 @@ def step_axes(step: Step, src: Spec, dst: Spec) -> tuple[str, ...]:
             return tuple(axis for axis, role in before.items() if role != after[axis])
         case Exchange():
             return exchange_axes(src, dst) if src.mesh == dst.mesh else ()
+        case HaloExchange() | HaloReduce():
+            return halo_axes(step, src)
         case AllToAll():
             return tuple(axis for pair in step.pairs for axis in pair.axes if shape[axis] > 1)
         case _:
@@ -246,8 +253,22 @@ def traffic(step: Step, src: Spec, dst: Spec) -> Traffic:
         case CollectivePermute():
             moved = max_local_nbytes(src)
             return Traffic(moved, moved, 1, 1)
+        case HaloExchange() | HaloReduce():
+            return _halo_traffic(step, src, dst)
         case _:
             assert_never(step)
+
+
+def _halo_traffic(step: HaloStep, src: Spec, dst: Spec) -> Traffic:
+    owners, item = owners_of(step, src, dst), src.dtype.itemsize
+    axes, ranks = halo_axes(step, src), src.mesh.ranks
+    if not any(sizes for sizes, w in zip_longest(src.sizes, step.windows) if w is None):
+        ranks = src.mesh.group(ranks[0], axes)
+    counts = [halo_counts(step, owners, rank) for rank in ranks]
+    sent, received, peers = map(max, zip(*counts, strict=True))
+    if isinstance(step, HaloReduce):
+        sent, received = received, sent
+    return Traffic(sent * item, received * item, peers, 1) if peers else NO_TRAFFIC
 
 
 def _gather_traffic(src: Spec, dim: int, n: int) -> Traffic:
