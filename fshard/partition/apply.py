@@ -26,6 +26,7 @@ from fshard.layout.tree import flatten, is_pair, map_leaves, unflatten
 from fshard.layout.validation import check_plain_tensor
 from fshard.ops.core.cache_keys import freeze, unfreeze_call
 from fshard.ops.core.call import (
+    CREATED_BY,
     OP_ERRORS,
     READS_VALUE,
     ValueDependentShapeError,
@@ -217,7 +218,8 @@ def _as_pairs(
     if not pairs:
         fail(where, "no pairs",
              "at least one argument must be a pair (local, spec)",
-             "fs.shard(tensor, spec) makes one")  # fmt: skip
+             CREATED_BY.get(name_of(op).partition(".")[0], "fs.shard(tensor, spec) makes one")
+             )  # fmt: skip
     kinds = {isinstance(pair.local, torch.Tensor) for pair in pairs}
     if len(kinds) > 1:
         fail(where, "locals of one rank and of all ranks",

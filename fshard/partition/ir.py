@@ -16,6 +16,8 @@ from fshard._torch.operators import schema_or_none
 from fshard.layout.spec import Spec
 from fshard.layout.tree import flatten
 from fshard.ops.core.call import map_instances
+from fshard.ops.core.rule import Rule
+from fshard.ops.strategy.local_call import RankContext
 from fshard.ops.strategy.strategy import Strategy
 from fshard.ops.trace.checkpoints import CheckpointedCall
 from fshard.ops.trace.mapped_regions import MappedRegion
@@ -96,13 +98,35 @@ class ClosureTensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Factory:
-    """Operation without operands; every rank computes the same tensor."""
+    """Operation without operands, of which every rank creates its part of the layout `spec`."""
 
     out: int
     op: Any
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     name: str
+    spec: Spec
+    rule: Rule | None
+
+    def can_create(self, spec: Spec) -> bool:
+        """Return True if each rank can create its part of this layout, as the rule says."""
+        p = spec.partition
+        if p.unreduced_kinds or not p.dims:
+            return not p.unreduced_kinds
+        dims = self.rule.results[0] if self.rule else None
+        return dims is not None and all(
+            factors or not axes for factors, axes in zip(dims, p.dims, strict=True)
+        )
+
+    def create(self, rank: int) -> torch.Tensor:
+        """Return the local of a rank."""
+        local = self.rule.local if self.rule else None
+        if local is None or not any(self.spec.partition.dims):
+            result: torch.Tensor = self.op(*self.args, **self.kwargs)
+            return result
+        part: torch.Tensor = local(self.op, self.args, self.kwargs,
+                                   RankContext(rank, (), (self.spec,)))  # fmt: skip
+        return part
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -134,7 +134,8 @@ def _line(line: Line, inputs: Sequence[int]) -> Iterator[Row]:
         case Operation():
             yield line.name, specs_text(line.strategy.out_specs), "", ""
         case Factory():
-            yield line.name, "replicated", "", ""
+            sharded = any(line.spec.partition.dims)
+            yield line.name, str(line.spec) if sharded else "replicated", "", ""
         case Write():
             yield f"writes {line.name}", "", "", ""
         case CustomGradient():

@@ -120,6 +120,18 @@ SIZED_CALLS = {
     "repeat_interleave": "torch.repeat_interleave(x, repeats, output_size=n)",
 }
 """Calls with a stated size, by the operation whose size depends on values."""
+CREATED_BY = {
+    **{name: f"fs.{name}(spec) creates a pair" for name in ("zeros", "ones", "empty", "eye")},
+    "empty_strided": "fs.empty(spec) creates a pair",
+    "arange": "fs.arange(spec, start, step) creates a pair",
+    "full": "fs.full(spec, value) creates a pair",
+    "scalar_tensor": "fs.full(spec, value) creates a pair, of a spec with shape=()",
+    "rand": "fs.random.uniform(key, spec) creates a pair",
+    "randn": "fs.random.normal(key, spec) creates a pair",
+    "randint": "fs.random.randint(key, spec, low, high) creates a pair",
+    "randperm": "fs.random.permutation(key, spec) creates a pair",
+}
+"""Function that creates a pair, by the name of PyTorch's factory without operands."""
 OP_ERRORS = (RuntimeError, IndexError, TypeError, ValueError)
 """Exceptions that PyTorch raises for invalid arguments."""
 Results = tuple[tuple[Meta | None, ...], Any]

@@ -25,9 +25,9 @@ from fshard.layout.spec import Spec
 from fshard.layout.tree import flatten
 from fshard.ops.core.builders import is_inexact
 from fshard.ops.core.cache_keys import freeze
-from fshard.ops.core.call import Meta, fill_call, instances_in, map_call
+from fshard.ops.core.call import Meta, OpCall, fill_call, instances_in, map_call
 from fshard.ops.core.registry import decomposition_of, row_of
-from fshard.ops.propagate.propagate import strategy_for
+from fshard.ops.propagate.propagate import rule_of, strategy_for
 from fshard.ops.rules.elementwise.pointwise import pointwise
 from fshard.ops.strategy.strategy import Strategy
 from fshard.ops.trace.checkpoints import CheckpointMark
@@ -36,6 +36,7 @@ from fshard.ops.trace.functionalize import has_no_gradient
 from fshard.ops.trace.mapped_regions import MappedRegion
 from fshard.ops.trace.trace import decompose, parse_constraint
 from fshard.partition import ir
+from fshard.partition.assignment.created_tensors import CreatedByFactory, created_by
 from fshard.partition.assignment.tensor_versions import (
     Assignment,
     TensorVersions,
@@ -227,20 +228,27 @@ class LayoutAssigner:
     def factory(
         self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], node: fx.Node
     ) -> Any:
-        """Add an operation without operands, which every rank computes replicated."""
-        if torch.Tag.nondeterministic_seeded in getattr(op, "tags", ()):
+        """Add an operation without operands, replicated; uses create it in other layouts."""
+        result = node.meta.get("val")
+        rule = None
+        if row_of(op) is not None and isinstance(result, torch.Tensor):
+            rule = rule_of(OpCall(op, tuple(args), kwargs, (), (Meta.of(result),)))
+        elif torch.Tag.nondeterministic_seeded in getattr(op, "tags", ()):
             fail(f"fs.partition: {op}", f"{node.name} draws random values",
                  "the generator of a rank must not draw parts of a global tensor",
                  "with fs.random.keyed(key): around it draws by a key; or draw before, and give "
                  "the function the tensor")  # fmt: skip
-        value, result = self.assignment.new_value(), node.meta.get("val")
-        line = ir.Factory(value, op, tuple(args), dict(kwargs), node.name)
-        self.assignment.lines.append(line)
         if not isinstance(result, torch.Tensor):
             fail(f"fs.partition: {op}", f"{node.name} returns {type(result).__name__}",
                  "an operation without operands must return one tensor",
                  "call it before, and give the function the tensors")  # fmt: skip
-        return self.replicated(result, value)
+        value = self.assignment.new_value()
+        tensor = self.replicated(result, value)
+        line = ir.Factory(value, op, tuple(args), dict(kwargs), node.name, tensor.spec, rule)
+        self.assignment.lines.append(line)
+        self.assignment.created.add(value)
+        tensor.created = None if tensor.grad else CreatedByFactory(line)
+        return tensor
 
     def constrained(self, tensor: TensorVersions, written: str, place: str) -> TensorVersions:
         """Return the tensor in the layout that `fs.constrain` requests, its only one from here."""
@@ -367,7 +375,8 @@ class LayoutAssigner:
         filled = fill_call(args, kwargs, TensorVersions, refs)
         lines, out = self.assignment.lines, self.assignment.new_value()
         single = type(strategy.tree) is int
-        lines.append(ir.Operation(out, strategy, *filled, single, node.name))
+        line = ir.Operation(out, strategy, *filled, single, node.name)
+        lines.append(line)
         grad = self.grad and any(tensor.grad for tensor in operands) and not has_no_gradient(op)
         results: list[TensorVersions | None] = []
         held = operands[0].held if len(operands) == 1 else ()
@@ -380,7 +389,11 @@ class LayoutAssigner:
                 value = self.assignment.new_value()
                 lines.append(ir.Pick(value, Ref(out), index))
             inexact = spec.dtype.is_floating_point or spec.dtype.is_complex
-            results.append(TensorVersions(spec, grad and inexact, {spec: value}, held=held))
+            result = TensorVersions(spec, grad and inexact, {spec: value}, held=held)
+            result.created = created_by(line, operands, self.topology)
+            if result.created is not None:
+                self.assignment.created.add(value)
+            results.append(result)
         return strategy.in_tree(results)
 
     def redistributed(self, tensor: TensorVersions, spec: Spec) -> int:

@@ -13,6 +13,7 @@ from fshard.layout.spec import Spec
 from fshard.partition import arguments
 from fshard.partition.arguments import CallSignature
 from fshard.partition.assignment.assign_layouts import LayoutAssigner
+from fshard.partition.assignment.created_tensors import without_unused
 from fshard.partition.assignment.gradient_reductions import place_gradient_reductions
 from fshard.partition.assignment.layout_hints import layout_hints
 from fshard.partition.assignment.tensor_versions import (
@@ -63,7 +64,8 @@ def fastest_assignment(
             assignment, results, requested, topology, where
         )
         sources = [out for out, grad in zip(outputs, grads[:count], strict=False) if grad]
-        assignment.lines = keep_gradients_of(assignment.lines, sources)
+        lines = without_unused(assignment.lines, assignment.created, outputs)
+        assignment.lines = keep_gradients_of(lines, sources)
         outputs = place_gradient_reductions(assignment, inputs, outputs, grads[:count],
                                             topology)  # fmt: skip
         choices.append((assignment, outputs, specs, bool(sources)))

@@ -9,12 +9,14 @@ gradient is scattered first and reduced over the other axes then, as hybrid FSDP
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from fshard.layout.partition_spec import LINEAR, PartitionSpec
 from fshard.layout.spec import Spec
 from fshard.ops.trace.checkpoints import CheckpointedCall
 from fshard.partition import ir
+from fshard.partition.assignment.created_tensors import Created
 from fshard.partition.ir import Line, Ref
 from fshard.plan.redistribute import redistribute
 from fshard.program.cost.topology import Topology
@@ -27,6 +29,7 @@ class TensorVersions:
 
     `spec` is its first layout, `grad` is True if it has a gradient. `no_grad_versions` are layouts
     made under `no_grad`, reused only there. Operations keep it sharded along the axes `held`.
+    `created` creates a tensor that depends on no argument in other layouts.
     """
 
     spec: Spec
@@ -34,6 +37,7 @@ class TensorVersions:
     versions: dict[Spec, int]
     no_grad_versions: dict[Spec, int] = field(default_factory=dict)
     held: tuple[str, ...] = ()
+    created: Created | None = None
 
     def available(self, grad: bool) -> dict[Spec, int]:
         """Return the versions that can be used in the grad mode `grad`."""
@@ -48,6 +52,7 @@ class Assignment:
 
     `count` is the number of value ids so far. `checkpoints` has for every open checkpointed call
     the layouts that tensors were redistributed to in it: what uses them after it would keep them.
+    `created` are the values that depend on no argument.
     """
 
     lines: list[Line] = field(default_factory=list)
@@ -55,10 +60,11 @@ class Assignment:
     time: float = 0.0
     count: int = 0
     checkpoints: list[list[tuple[TensorVersions, Spec]]] = field(default_factory=list)
+    created: set[int] = field(default_factory=set)
 
     def copy(self) -> Assignment:
         """Return a copy to which lines can be added on trial."""
-        return replace(self, lines=list(self.lines))
+        return replace(self, lines=list(self.lines), created=set(self.created))
 
     def begin_checkpoint(self, call: CheckpointedCall) -> None:
         """Add the mark before the lines of a checkpointed call."""
@@ -83,8 +89,9 @@ def redistributed(
 ) -> int:
     """Return the id of the tensor's value in the layout `spec`.
 
-    If it has none, add the fastest program from one of its layouts. `grad` is the grad mode. In
-    equivalent layouts, which differ along axes of size 1, say, it is the same value.
+    If it has none, create it, or add the fastest program from one of its layouts.
+    `grad` is the grad mode. In equivalent layouts, which differ along axes of size 1, say, it is
+    the same value.
     """
     available = tensor.available(grad)
     if spec in available:
@@ -92,6 +99,21 @@ def redistributed(
     for src, value in available.items():
         if src.is_equivalent(spec):
             return value
+
+    out = None if tensor.created is None else tensor.created.create(assignment, spec)
+    if out is None:
+        out = _add_program(assignment, tensor, available, spec, topology, grad=grad)
+    (tensor.no_grad_versions if tensor.grad and not grad else tensor.versions)[spec] = out
+    if assignment.checkpoints:
+        assignment.checkpoints[-1].append((tensor, spec))
+    return out
+
+
+def _add_program(
+    assignment: Assignment, tensor: TensorVersions, available: Mapping[Spec, int], spec: Spec,
+    topology: Topology, *, grad: bool,
+) -> int:  # fmt: skip
+    """Add the fastest program from one of the available layouts to `spec`; return its value."""
 
     def seconds(prog: Program) -> float:
         """Return a program's time, with that of its transpose if the tensor has a gradient."""
@@ -108,9 +130,6 @@ def redistributed(
     out = assignment.new_value()
     assignment.lines.append(ir.Redistribution(out, Ref(value), prog, grad and tensor.grad))
     assignment.time += seconds(prog)
-    (tensor.no_grad_versions if tensor.grad and not grad else tensor.versions)[spec] = out
-    if assignment.checkpoints:
-        assignment.checkpoints[-1].append((tensor, spec))
     return out
 
 

@@ -123,7 +123,10 @@ def rank_graph(
                 root.register_buffer(f"constant{line.out}", line.tensor)
                 env[line.out] = graph.get_attr(f"constant{line.out}")
             case Factory():
-                call = line.op, line.args, dict(line.kwargs)
+                call: Any = line.op, line.args, dict(line.kwargs)
+                if any(line.spec.partition.dims):
+                    create = functools.partial(line.create, rank)
+                    call = _NamedFunction(create, line.name), (), {}
                 env[line.out] = graph.create_node("call_function", *call, name=line.name)
             case NumberOperation():
                 numbers, named = map_call(line.args, line.kwargs, Ref, lambda ref: env[ref.value])
@@ -263,7 +266,10 @@ def run_on_all_ranks(prepared: Sequence[PreparedLine], mesh: Mesh, env: dict[int
             case ClosureTensor():
                 env[line.out] = replicate_shards(line.tensor, mesh.size)
             case Factory():
-                env[line.out] = replicate_shards(line.op(*line.args, **line.kwargs), mesh.size)
+                if any(line.spec.partition.dims):
+                    env[line.out] = tuple([line.create(rank) for rank in mesh.ranks])
+                else:
+                    env[line.out] = replicate_shards(line.create(mesh.ranks[0]), mesh.size)
             case NumberOperation():
                 args, kwargs = map_call(line.args, line.kwargs, Ref, lambda ref: env[ref.value][0])
                 env[line.out] = (line.function(*args, **kwargs),) * mesh.size

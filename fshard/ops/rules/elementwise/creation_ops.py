@@ -1,6 +1,6 @@
 """Rules of operations that read a tensor's shape and dtype, and of those that return numbers.
 
-zeros_like, full_like and other `*_like`, new_zeros and other `new_*`, linspace, logspace; queries
+Factories without operands: zeros, full, empty, arange and others; zeros_like, full_like and other `*_like`, new_zeros and other `new_*`, linspace, logspace; queries
 of size, stride and dtype; item, equal, allclose. Random `*_like` are in `random_ops`.
 """
 
@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from fshard._torch.operators import schema_of
-from fshard.ops.core.builders import unread_modes
+from fshard.ops.core.builders import dim_factors, unread_modes
 from fshard.ops.core.call import OpCall
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Rule
@@ -61,6 +63,57 @@ def to_number(call: OpCall) -> Rule:
 def ranges(call: OpCall) -> Rule:
     """Rule of ranges between tensor-valued ends: computed in full on every rank."""
     return Rule(((),) * len(call.operands), (((),),))
+
+
+@register_rule("zeros", "ones", "full", "empty.memory_format")
+def filled(call: OpCall) -> Rule:
+    """Rule `->ab` of tensors of one value, or of arbitrary values."""
+    return Rule((), (dim_factors(call.result.ndim),), local=with_local_shape("size"))
+
+
+@register_rule("empty_strided")
+def empty_strided(call: OpCall) -> Rule:
+    """Rule `->ab` of arbitrary values; strides are those of a local."""
+    return Rule((), (dim_factors(call.result.ndim),), local=_empty_shard)
+
+
+def _empty_shard(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> torch.Tensor:
+    return torch.empty(ctx.shape(), **kwargs)
+
+
+@register_rule("scalar_tensor")
+def scalar(call: OpCall) -> Rule:
+    """Rule of a tensor without dims."""
+    return Rule((), ((),))
+
+
+@register_rule("eye")
+def eye(call: OpCall) -> Rule:
+    """Rule `->ab` of the identity."""
+    return Rule((), (dim_factors(2),), local=_eye_shard)
+
+
+def _eye_shard(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> torch.Tensor:
+    offset = ctx.result_offset(0) - ctx.result_offset(1)
+    return torch.ones(ctx.shape(), **kwargs).tril_(offset).triu_(offset)
+
+
+@register_rule("arange")
+def arange(call: OpCall) -> Rule:
+    """Rule `->a` of a range with integer ends; rounding of others depends on the first element."""
+    numbers = [arg for arg in call.args if isinstance(arg, int | float)]
+    exact = all(number == int(number) for number in numbers)
+    return Rule((), (dim_factors(1) if exact else ((),),), local=_arange_shard)
+
+
+def _arange_shard(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> torch.Tensor:
+    start = args[0] if len(args) > 1 else 0
+    step = args[2] if len(args) > 2 else 1
+    first = start + step * ctx.result_offset(0)
+    result = ctx.results[0]
+    assert result is not None
+    return torch.arange(first, first + step * ctx.shape()[0], step,
+                        **{**kwargs, "dtype": result.dtype})  # fmt: skip
 
 
 @register_rule("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided")

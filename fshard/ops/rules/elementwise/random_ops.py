@@ -77,7 +77,8 @@ def fold_in(call: OpCall) -> Rule:
 def _refuse(call: OpCall, replacement: str) -> NoReturn:
     """Raise the error of an operation that draws by a generator, with its replacement."""
     operands = ", ".join(
-        f"{str(m.dtype).removeprefix('torch.')}{list(m.shape)}" for m in call.operands
+        f"{str(m.dtype).removeprefix('torch.')}{list(m.shape)}"
+        for m in call.operands or (call.result,)
     )
     fail(f"fs.propagate({call.op})", operands,
          "draws must be keyed: a rank's generator does not draw the values of the global tensor",
@@ -127,11 +128,12 @@ register_rule("rrelu", "rrelu_with_noise", "rrelu_with_noise_functional")(_rrelu
 
 
 DRAWS = {
-    "fs.random.uniform(key, spec) draws by a key": "rand_like uniform cauchy",
+    "fs.random.uniform(key, spec) draws by a key": "rand rand_like uniform cauchy",
     "fs.random.normal(key, spec) draws by a key": (
-        "randn_like normal normal_functional log_normal"
+        "randn randn_like normal normal_functional log_normal"
     ),
-    "fs.random.randint(key, spec, low, high) draws by a key": "randint_like random",
+    "fs.random.randint(key, spec, low, high) draws by a key": "randint randint_like random",
+    "fs.random.permutation(key, spec) draws by a key": "randperm",
     "fs.random.uniform(key, spec) < p draws by a key, in float32": "bernoulli",
     "fs.random.exponential(key, spec) draws by a key": "exponential geometric multinomial",
 }
