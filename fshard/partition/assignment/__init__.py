@@ -3,6 +3,7 @@
 - `fastest_assignment`: the layouts of a call, and of its results.
 - `assign_layouts`: the pass over a graph.
 - `gradient_reductions`: places of the casts whose transposes reduce gradients.
+- `created_tensors`: tensors that depend on no argument, created in the layouts of their uses.
 - `tensor_versions`: tensors with all their layouts, and the programs between them.
 - `layout_hints`: layouts that are requested later in a graph.
 """

@@ -7,19 +7,17 @@ creates it again there, and what nothing uses is removed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fshard.layout.spec import Spec
 from fshard.ops.core.call import fill_call
 from fshard.ops.propagate.propagate import strategy_for
 from fshard.partition import ir
+from fshard.partition.assignment.tensor_versions import Assignment, TensorVersions
 from fshard.partition.ir import Factory, Line, Ref
 from fshard.program.cost.topology import Topology
-
-if TYPE_CHECKING:
-    from fshard.partition.assignment.tensor_versions import Assignment, TensorVersions
 
 MAX_CREATING_LINES = 16
 """Lines that may create one tensor anew; one of more lines is redistributed."""
@@ -75,9 +73,6 @@ class CreatedByOperation:
         assignment.lines.append(replace(line, out=out, strategy=strategy, args=args, kwargs=kwargs))
         assignment.created.add(out)
         return out
-
-
-Created = CreatedByFactory | CreatedByOperation
 
 
 def created_by(

@@ -11,16 +11,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from fshard.layout.partition_spec import LINEAR, PartitionSpec
 from fshard.layout.spec import Spec
 from fshard.ops.trace.checkpoints import CheckpointedCall
 from fshard.partition import ir
-from fshard.partition.assignment.created_tensors import Created
 from fshard.partition.ir import Line, Ref
 from fshard.plan.redistribute import redistribute
 from fshard.program.cost.topology import Topology
 from fshard.program.program import Program
+
+
+class Created(Protocol):
+    """Creation of a tensor that depends on no argument."""
+
+    @property
+    def size(self) -> int:
+        """Number of lines."""
+
+    def create(self, assignment: Assignment, spec: Spec) -> int | None:
+        """Add the lines that create the layout; return its value, None if that is impossible."""
 
 
 @dataclass(slots=True)

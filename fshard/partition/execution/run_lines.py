@@ -57,11 +57,17 @@ class _NamedFunction:
         return self.run(*args, **kwargs)
 
 
-def _rank_call(line: Operation, rank: int) -> tuple[Any, Sequence[Any], Mapping[str, Any]]:
+def _rank_call(
+    line: Operation | Factory, rank: int
+) -> tuple[Any, Sequence[Any], Mapping[str, Any]]:
     """Return the function that a rank calls for a line, and its arguments with their `Ref`s.
 
     The function returns one tensor, or for several results a flat list.
     """
+    if isinstance(line, Factory):
+        if not any(line.spec.partition.dims):
+            return line.op, line.args, line.kwargs
+        return _NamedFunction(functools.partial(line.create, rank), line.name), (), {}
     strategy = line.strategy
     op, local = strategy.call.op, strategy.rule.local
     nested = not line.single and not _returns_flat(strategy)
@@ -99,7 +105,7 @@ def rank_graph(
 
     for line in lines:
         match line:
-            case Operation():
+            case Operation() | Factory():
                 target, args, kwargs = _rank_call(line, rank)
                 nodes = map_call(args, kwargs, Ref, lambda ref: env[ref.value])
                 env[line.out] = graph.create_node("call_function", target, *nodes, name=line.name)
@@ -122,12 +128,6 @@ def rank_graph(
             case ClosureTensor():
                 root.register_buffer(f"constant{line.out}", line.tensor)
                 env[line.out] = graph.get_attr(f"constant{line.out}")
-            case Factory():
-                call: Any = line.op, line.args, dict(line.kwargs)
-                if any(line.spec.partition.dims):
-                    create = functools.partial(line.create, rank)
-                    call = _NamedFunction(create, line.name), (), {}
-                env[line.out] = graph.create_node("call_function", *call, name=line.name)
             case NumberOperation():
                 numbers, named = map_call(line.args, line.kwargs, Ref, lambda ref: env[ref.value])
                 env[line.out] = graph.call_function(line.function, numbers, named)

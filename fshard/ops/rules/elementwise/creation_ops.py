@@ -1,7 +1,8 @@
 """Rules of operations that read a tensor's shape and dtype, and of those that return numbers.
 
-Factories without operands: zeros, full, empty, arange and others; zeros_like, full_like and other `*_like`, new_zeros and other `new_*`, linspace, logspace; queries
-of size, stride and dtype; item, equal, allclose. Random `*_like` are in `random_ops`.
+Factories without operands: zeros, full, empty, arange and others; zeros_like, full_like and other
+`*_like`, new_zeros and other `new_*`, linspace, logspace; queries of size, stride and dtype; item,
+equal, allclose. Random `*_like` are in `random_ops`.
 """
 
 from __future__ import annotations
