@@ -11,7 +11,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 __all__ = [
     "OpOverload", "OpOverloadPacket", "ScriptMethod", "TensorBase", "all_op_names", "builtin_of",
-    "dereference", "is_query", "qualified_name", "reference_of", "registered_schemas",
+    "dereference", "fused_step", "is_query", "qualified_name", "reference_of", "registered_schemas",
     "resolve_overload", "schema_of", "schema_or_none", "torch_decomposition",
 ]  # fmt: skip
 
@@ -26,6 +26,12 @@ qualified_name: Callable[[Any], str] = attrgetter("_qualified_op_name")
 """Return the name of an `OpOverloadPacket`, `"aten::add"` for one."""
 builtin_of: Callable[[Any], Callable[..., Any]] = attrgetter("_op")
 """Return the builtin that an `OpOverload` calls: faster by the checks in between."""
+
+
+def fused_step(kernel: str) -> Callable[..., None]:
+    """Return the function that writes a fused optimizer step: `"adamw"`, for one."""
+    function: Callable[..., None] = getattr(torch, f"_fused_{kernel}_")
+    return function
 
 
 def schema_or_none(target: Any) -> Any:

@@ -9,4 +9,5 @@
 - `draw_layouts`: random draws take the layout of a tensor they are combined with.
 - `constants`: values that depend on no argument, which a function may read.
 - `covariance`: `torch.cov` and `torch.corrcoef` without reads of values.
+- `fused_updates`: fused optimizer steps as operations without writes.
 """

@@ -1,0 +1,177 @@
+"""Classes of `torch.optim` in partitioned functions and on plain locals, against one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import optim
+
+import fshard as fs
+
+Tensors = list[torch.Tensor]
+MESH = fs.Mesh(dp=2, tp=2)
+LAYOUTS = (fs.P("dp", "tp"), fs.P(("dp", "tp")), fs.P())
+SHAPES = ((6, 4), (10,), ())
+LOOP, FOREACH, FUSED = {"foreach": False}, {"foreach": True}, {"fused": True}
+
+ELEMENTWISE: dict[str, tuple[Callable[..., optim.Optimizer], dict[str, Any], list[dict[str, Any]]]]
+ELEMENTWISE = {
+    "SGD": (optim.SGD, {"lr": 0.1}, [LOOP, FOREACH, FUSED]),
+    "SGD with momentum": (
+        optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+        [LOOP, FOREACH, FUSED]),
+    "Adam": (optim.Adam, {"lr": 0.1}, [LOOP, FOREACH, FUSED]),
+    "Adam with amsgrad": (
+        optim.Adam, {"lr": 0.1, "amsgrad": True, "maximize": True}, [LOOP, FOREACH, FUSED]),
+    "AdamW": (optim.AdamW, {"lr": 0.1, "weight_decay": 0.1}, [LOOP, FOREACH, FUSED]),
+    "AdamW with a tensor as rate": (
+        lambda params, lr, **kw: optim.AdamW(params, lr=torch.tensor(lr), **kw), {"lr": 0.1},
+        [FUSED]),
+    "Adagrad": (optim.Adagrad, {"lr": 0.1, "lr_decay": 0.1}, [LOOP, FOREACH, FUSED]),
+    "Adadelta": (optim.Adadelta, {"lr": 0.5}, [LOOP, FOREACH]),
+    "Adamax": (optim.Adamax, {"lr": 0.1}, [LOOP, FOREACH]),
+    "ASGD": (optim.ASGD, {"lr": 0.1, "t0": 0}, [LOOP, FOREACH]),
+    "NAdam": (optim.NAdam, {"lr": 0.1}, [LOOP, FOREACH]),
+    "RAdam": (optim.RAdam, {"lr": 0.1}, [LOOP, FOREACH]),
+    "RMSprop": (optim.RMSprop, {"lr": 0.1, "centered": True, "momentum": 0.5}, [LOOP, FOREACH]),
+    "Rprop": (optim.Rprop, {"lr": 0.1}, [LOOP, FOREACH]),
+}  # fmt: skip
+"""Optimizers that treat every element alone, with their forms."""
+OF_MATRICES: dict[str, tuple[Callable[..., optim.Optimizer], dict[str, Any], list[dict[str, Any]]]]
+OF_MATRICES = {
+    "Adafactor": (optim.Adafactor, {"lr": 0.1}, [LOOP]),
+    "Muon": (optim.Muon, {"lr": 0.1}, [{}]),
+}
+"""Optimizers whose updates depend on all elements of a matrix."""
+READING = ("ASGD", "Adafactor")
+"""Optimizers that read values of tensors, norms or steps, and so cannot be traced."""
+
+
+def cases(*tables: dict[str, Any]) -> list[Any]:
+    return [
+        pytest.param(name, form, id=f"{name} {next(iter(form), 'loop')} {[*form.values()]}")
+        for table in tables for name, (_, _, forms) in table.items() for form in forms
+    ]  # fmt: skip
+
+
+def values(seed: int, shapes: Sequence[tuple[int, ...]]) -> Tensors:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+def steps(name: str, form: dict[str, Any]) -> Callable[[Tensors, Tensors], Tensors]:
+    create, options, _ = {**ELEMENTWISE, **OF_MATRICES}[name]
+
+    def run(params: Tensors, grads: Tensors) -> Tensors:
+        params = [x.clone() for x in params]
+        optimizer = create(params, **options, **form)
+        for scale in (1.0, -0.5, 0.25):
+            for param, grad in zip(params, grads, strict=True):
+                param.grad = grad * scale
+            optimizer.step()
+        return params
+
+    return run
+
+
+def cases_of_partitions() -> list[Any]:
+    table = {**ELEMENTWISE, **OF_MATRICES}
+    return cases({name: row for name, row in table.items() if name not in READING})
+
+
+@pytest.mark.parametrize(("name", "form"), cases_of_partitions())
+def test_steps_in_a_partitioned_function(name: str, form: dict[str, Any]) -> None:
+    # Muon takes matrices alone; Rprop indexes a tensor without dims by its value.
+    count = {"Muon": 1, "Rprop": 2}.get(name, 3)
+    shapes, layouts = SHAPES[:count], LAYOUTS[:count]
+    params, grads = values(0, shapes), values(1, shapes)
+    run = steps(name, form)
+    expected = run(params, grads)
+    pairs = fs.state.tree_shard(params, list(layouts), mesh=MESH)
+    unreduced = fs.state.tree_shard(grads, fs.P(unreduced={"dp"}), mesh=MESH)
+    part = fs.partition(run, mesh=MESH, out_specs=list(layouts))
+    with torch.no_grad():
+        results = part(pairs, unreduced)
+    # Muon iterates in bfloat16, where products of shards are rounded otherwise.
+    close = {"rtol": 1e-2, "atol": 1e-2} if name == "Muon" else {"rtol": 1e-12, "atol": 1e-12}
+    for pair, value, layout in zip(results, expected, layouts, strict=True):
+        torch.testing.assert_close(fs.unshard(pair), value, **close)
+        fs.testing.assert_layout(pair, layout)
+
+
+@pytest.mark.parametrize(("name", "form"), cases(ELEMENTWISE))
+def test_steps_on_plain_locals(name: str, form: dict[str, Any]) -> None:
+    params, grads = values(0, SHAPES), values(1, SHAPES)
+    run = steps(name, form)
+    layouts = list(LAYOUTS)
+    pairs = fs.state.tree_shard(params, layouts, mesh=MESH)
+    gradients = fs.state.tree_shard(grads, layouts, mesh=MESH)
+    locals_ = [
+        run([pair.local[rank] for pair in pairs], [pair.local[rank] for pair in gradients])
+        for rank in range(MESH.size)
+    ]
+    expected = run(params, grads)
+    for pair, value, shards in zip(pairs, expected, zip(*locals_, strict=True), strict=True):
+        updated = fs.unshard(fs.Sharded(shards, pair.spec))
+        torch.testing.assert_close(updated, value, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("create", [optim.AdamW, optim.SGD, optim.Adagrad])
+def test_fused_steps_scale_gradients_and_skip_overflows(create: Any) -> None:
+    def run(params: Tensors, grads: Tensors, scale: torch.Tensor, inf: torch.Tensor) -> Any:
+        params = [x.clone() for x in params]
+        optimizer = create(params, lr=0.1, fused=True)
+        optimizer.grad_scale, optimizer.found_inf = scale, inf
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad.clone()
+        optimizer.step()
+        return params, [param.grad for param in params]
+
+    shapes = [(6, 4), (4,)]
+    params, grads = ([x.float() for x in values(seed, shapes)] for seed in (0, 1))
+    part = fs.partition(run, mesh=MESH, in_specs=(fs.P("dp"), fs.P(), fs.P(), fs.P()))
+    for inf in (0.0, 1.0):
+        arguments = params, grads, torch.tensor(8.0), torch.tensor(inf)
+        with torch.no_grad():
+            updated, unscaled = part(*arguments)
+        expected, _ = run(*arguments)
+        for x, y, grad, scaled in zip(updated, expected, unscaled, grads, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(grad, scaled / 8, rtol=1e-6, atol=1e-6)
+
+
+def test_a_fused_step_is_one_local_operation_for_each_parameter() -> None:
+    params, grads = values(0, SHAPES), values(1, SHAPES)
+    part = fs.partition(steps("AdamW", FUSED), mesh=MESH)
+    specs = [
+        [fs.Spec(MESH, p, shape=x.shape, dtype=x.dtype, uneven="chunk")
+         for p, x in zip(LAYOUTS, tensors, strict=True)] for tensors in (params, grads)
+    ]  # fmt: skip
+    with torch.no_grad():
+        call = part.trace(*specs)
+    assert all(program.is_local for program in call.programs)
+    assert str(call.explain()).count("fused_update") == 3 * len(SHAPES)
+
+
+@pytest.mark.parametrize("name", READING)
+def test_optimizers_that_read_values_are_refused(name: str) -> None:
+    part = fs.partition(steps(name, LOOP), mesh=MESH)
+    with pytest.raises(fs.ShardingError, match="reads a tensor's values"), torch.no_grad():
+        part(values(0, SHAPES), values(1, SHAPES))
+
+
+@pytest.mark.parametrize("create", [optim.Adam, optim.RMSprop, optim.NAdam])
+def test_capturable_requires_an_accelerator_as_on_one_device(create: Any) -> None:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        optimizer = create([x], lr=0.1, capturable=True)
+        x.grad = x.clone()
+        optimizer.step()
+        return x
+
+    with pytest.raises(AssertionError, match="capturable=True"):
+        run(torch.ones(4))
+    with pytest.raises(fs.ShardingError, match="capturable=True"), torch.no_grad():
+        fs.partition(run, mesh=MESH)(torch.ones(4))
