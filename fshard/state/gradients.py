@@ -169,7 +169,8 @@ def clip_by_global_norm(
         The scaled tree in the same layouts, and the norm before, a scalar tensor on every rank.
 
     Raises:
-        ShardingError: a gradient is unreduced, or there are several meshes.
+        ShardingError: a gradient is unreduced, there are several meshes, or `max_norm` is not a
+            number above 0.
 
     The values of `torch.nn.utils.clip_grad_norm_`.
 
@@ -189,6 +190,9 @@ def clip_by_global_norm(
         for name, leaf in zip(leaf_names(grads), leaves, strict=True)
         if isinstance(leaf, Sharded) and leaf.spec.partition.unreduced_kinds
     ])  # fmt: skip
+    if not isinstance(max_norm, int | float) or not max_norm > 0:
+        fail(where, f"max_norm={max_norm!r}", "max_norm must be a number above 0",
+             "max_norm=1.0, say; inf takes the norm and clips nothing")  # fmt: skip
     meshes = {pair.spec.mesh for pair in pairs}
     if len(meshes) != 1:
         fail(where, f"pairs on {len(meshes)} meshes", "gradients must be pairs on one mesh",

@@ -14,6 +14,7 @@ from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.sharded import Sharded
 from fshard.layout.spec import Spec
 from fshard.state.local_updates import map_locals
+from fshard.state.optimizers.option_checks import OptionChecks
 from fshard.state.optimizers.optimizer import Optimizer, Rate, Slots, invariant_spec, rate_at
 from fshard.state.parameters import tree_reshard
 
@@ -40,6 +41,9 @@ def adafactor(
         The optimizer. Its state is `row` and `column`, for parameters of two or more dims, and
         `square` for others.
 
+    Raises:
+        ShardingError: an argument is out of range.
+
     Its values are those of `torch.optim.Adafactor` on one device (arXiv 1804.04235).
 
     >>> import torch
@@ -50,6 +54,17 @@ def adafactor(
     >>> state["row"][0].spec, state["column"][0].spec
     (f32[2@x,1], f32[1,4])
     """
+    checks = OptionChecks("fs.state.adafactor")
+    checks.rate(lr)
+    if checks.pair("eps", eps, "(None, 1e-3)"):
+        if eps[0] is not None:
+            checks.at_least("eps[0]", eps[0], 0, "None, or 1e-30, say")
+        checks.at_least("eps[1]", eps[1], 0, "1e-3, say")
+    if not isinstance(beta2_decay, float | int) or not beta2_decay <= 0:
+        checks.add("beta2_decay", beta2_decay, "a number of at most 0", "-0.8, say")
+    checks.at_least("d", d, 1)
+    checks.at_least("weight_decay", weight_decay, 0)
+    checks.end()
     options = _AdafactorOptions(lr, beta2_decay, eps, d, weight_decay)
     return Optimizer("fs.state.adafactor", _slots, partial(_update, options), specs)
 

@@ -11,6 +11,7 @@ from torch.optim.sgd import sgd as sgd_kernel
 
 from fshard.layout.sharded import Sharded
 from fshard.layout.spec import Spec
+from fshard.state.optimizers.option_checks import OptionChecks
 from fshard.state.optimizers.optimizer import Optimizer, Rate, Slots, rate_at
 
 Tensors = list[torch.Tensor]
@@ -34,6 +35,9 @@ def sgd(
     Returns:
         The optimizer. Its state is `momentum`.
 
+    Raises:
+        ShardingError: an argument is out of range.
+
     Its values are those of `torch.optim.SGD` on one device.
 
     >>> import torch
@@ -44,6 +48,15 @@ def sgd(
     >>> fs.unshard(params[0]), fs.unshard(state["momentum"][0])
     (tensor([0.9000, 0.9000]), tensor([1., 1.]))
     """
+
+    checks = OptionChecks("fs.state.sgd")
+    checks.rate(lr)
+    checks.at_least("momentum", momentum, 0)
+    checks.at_least("weight_decay", weight_decay, 0)
+    if nesterov and (not momentum or dampening):
+        checks.add("nesterov", nesterov, f"False with momentum={momentum!r} and "
+                   f"dampening={dampening!r}", "True, momentum=0.9, dampening=0.0")  # fmt: skip
+    checks.end()
 
     def slots(spec: Spec) -> dict[str, Spec | None]:
         return {"momentum": spec} if momentum else {}
@@ -80,6 +93,9 @@ def adamw(
     Returns:
         The optimizer. Its state is `mean` and `square`.
 
+    Raises:
+        ShardingError: an argument is out of range.
+
     Its values are those of `torch.optim.AdamW` on one device (arXiv 1711.05101).
 
     >>> import torch
@@ -90,6 +106,15 @@ def adamw(
     >>> fs.unshard(params[0]), int(fs.unshard(state["step"]))
     (tensor([0.8990, 0.8990]), 1)
     """
+
+    checks = OptionChecks("fs.state.adamw")
+    checks.rate(lr)
+    if checks.pair("betas", betas, "(0.9, 0.999)"):
+        checks.fraction("betas[0]", betas[0], "0.9")
+        checks.fraction("betas[1]", betas[1], "0.999")
+    checks.at_least("eps", eps, 0, "1e-8, say")
+    checks.at_least("weight_decay", weight_decay, 0)
+    checks.end()
 
     def slots(spec: Spec) -> dict[str, Spec | None]:
         return {"mean": spec, "square": spec}

@@ -16,6 +16,7 @@ from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.sharded import Sharded
 from fshard.layout.spec import Spec
 from fshard.state.local_updates import map_locals
+from fshard.state.optimizers.option_checks import OptionChecks
 from fshard.state.optimizers.optimizer import Optimizer, Rate, Slots, rate_at
 from fshard.state.parameters import tree_reshard
 
@@ -49,6 +50,9 @@ def muon(
         The optimizer. Its state is `momentum`. Parameters of other than two dims raise
         `ShardingError` in `init`; embeddings and vectors have another optimizer.
 
+    Raises:
+        ShardingError: an argument is out of range.
+
     Its values are those of `torch.optim.Muon` on one device (K. Jordan, 2024).
 
     >>> import torch
@@ -59,6 +63,13 @@ def muon(
     >>> params[0].spec
     f32[4@x,4]
     """
+    checks = OptionChecks("fs.state.muon")
+    checks.rate(lr)
+    checks.fraction("momentum", momentum, "0.95")
+    checks.at_least("weight_decay", weight_decay, 0)
+    checks.at_least("eps", eps, 0, "1e-7, say")
+    checks.positive_int("steps", steps, "5")
+    checks.end()
     factor = scale or (lambda rows, columns: math.sqrt(max(1, rows / columns)))
 
     def kernel(step: int, grads: list[Sharded], slots: Slots, params: list[Sharded]) -> None:
