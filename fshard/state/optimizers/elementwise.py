@@ -11,8 +11,8 @@ from torch.optim.sgd import sgd as sgd_kernel
 
 from fshard.layout.sharded import Sharded
 from fshard.layout.spec import Spec
-from fshard.state.optimizers.option_checks import OptionChecks
 from fshard.state.optimizers.optimizer import Optimizer, Rate, Slots, rate_at
+from fshard.state.optimizers.option_checks import OptionChecks
 
 Tensors = list[torch.Tensor]
 
@@ -48,7 +48,6 @@ def sgd(
     >>> fs.unshard(params[0]), fs.unshard(state["momentum"][0])
     (tensor([0.9000, 0.9000]), tensor([1., 1.]))
     """
-
     checks = OptionChecks("fs.state.sgd")
     checks.rate(lr)
     checks.at_least("momentum", momentum, 0)
@@ -106,7 +105,6 @@ def adamw(
     >>> fs.unshard(params[0]), int(fs.unshard(state["step"]))
     (tensor([0.8990, 0.8990]), 1)
     """
-
     checks = OptionChecks("fs.state.adamw")
     checks.rate(lr)
     if checks.pair("betas", betas, "(0.9, 0.999)"):

@@ -16,8 +16,8 @@ from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.sharded import Sharded
 from fshard.layout.spec import Spec
 from fshard.state.local_updates import map_locals
-from fshard.state.optimizers.option_checks import OptionChecks
 from fshard.state.optimizers.optimizer import Optimizer, Rate, Slots, rate_at
+from fshard.state.optimizers.option_checks import OptionChecks
 from fshard.state.parameters import tree_reshard
 
 
