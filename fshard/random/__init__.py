@@ -9,6 +9,7 @@ PyTorch's own random functions, in `torch.nn.Dropout` say, draw with a key in `w
 
 - `keys`: keys, and keys derived from them.
 - `sampling`: draws.
+- `initializers`: initial values of parameters, as of `torch.nn.init`.
 - `keyed`: the context manager.
 - `torch_replacements`: the functions that it replaces.
 
@@ -23,6 +24,14 @@ True
 
 from __future__ import annotations
 
+from fshard.random.initializers import (
+    kaiming_normal,
+    kaiming_uniform,
+    orthogonal,
+    trunc_normal,
+    xavier_normal,
+    xavier_uniform,
+)
 from fshard.random.keyed import keyed
 from fshard.random.keys import fold_in, key, split
 from fshard.random.sampling import (
@@ -37,6 +46,7 @@ from fshard.random.sampling import (
 )
 
 __all__ = [
-    "bernoulli", "bits", "dropout_mask", "exponential", "fold_in", "key", "keyed",
-    "normal", "permutation", "randint", "split", "uniform",
+    "bernoulli", "bits", "dropout_mask", "exponential", "fold_in", "kaiming_normal",
+    "kaiming_uniform", "key", "keyed", "normal", "orthogonal", "permutation", "randint", "split",
+    "trunc_normal", "uniform", "xavier_normal", "xavier_uniform",
 ]  # fmt: skip
