@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 import fshard as fs
 from fshard import Mesh, P
@@ -77,15 +78,32 @@ def test_fsdp_collectives(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gpt", "llama"])
 def test_sequence_parallel_collectives(name: str) -> None:
-    """A sequence sharded between layers has gathers and reduce-scatters, no all-reduces."""
+    """A sequence sharded between layers has gathers and reduce-scatters, no all-reduces.
+
+    Its activations have fewer bytes than the weights, which would be gathered in their place.
+    """
     fn, params, specs, shape = BLOCKS[name]
     p, mesh = params(), Mesh(tp=2)
     part = fs.partition(fn, mesh=mesh, params={k: specs.get(k, P()) for k in p},
                         in_specs=(P(None, "tp"),), out_specs=P(None, "tp"))  # fmt: skip
-    x = sample(*shape)
+    x = sample(2, *shape[1:])
     check_equal(part, fn, p, x)
     forward, _ = collectives_of(part.trace(p, x))
     assert forward == {("AllGather", ("tp",)): 2, ("ReduceScatter", ("tp",)): 2}
+
+
+@pytest.mark.parametrize("tokens", [16, 64, 1024, 4096])
+def test_bias_does_not_change_the_strategy_of_a_linear_layer(tokens: int) -> None:
+    """A weight and a bias are gathered in one launch, whose latency counts once."""
+    for mesh in (Mesh(x=2), Mesh(x=4)):
+        x, weight, bias = (
+            fs.Spec(mesh, P("x"), shape=shape) for shape in ((tokens, 256), (256, 256), (256,))
+        )
+        part = fs.partition(F.linear, mesh=mesh, in_specs=P("x"))
+        outputs = part.trace(x, weight, bias).out_specs
+        assert outputs == part.trace(x, weight).out_specs
+        expected = P("x") if tokens > 256 else P(None, "x")
+        assert outputs[0] == fs.Spec(mesh, expected, shape=(tokens, 256))
 
 
 def test_constraint_or_out_spec_becomes_reduce_scatter() -> None:

@@ -155,13 +155,14 @@ def _only_operation(
 
 
 class _Options(NamedTuple):
-    """Options of `propagate`, and `local`, `hint` and `held` of `select_strategy`."""
+    """Options of `propagate`, and the last four of `select_strategy`."""
 
     topology: Topology | None
     grad: bool
     local: bool = False
     hint: PartitionSpec | None = None
     held: Held = frozenset()
+    arguments: frozenset[int] = frozenset()
 
 
 def strategy_for(
@@ -172,9 +173,11 @@ def strategy_for(
     grad: bool,
     hint: PartitionSpec | None = None,
     held: Held = frozenset(),
+    arguments: frozenset[int] = frozenset(),
 ) -> Strategy:
-    """Return the strategy of `propagate`, with `hint` and `held` of `select_strategy`."""
-    strategy = _strategy(op, args, kwargs, _Options(topology, grad, hint=hint, held=held))
+    """Return the strategy of `propagate`, with the last three of `select_strategy`."""
+    options = _Options(topology, grad, hint=hint, held=held, arguments=arguments)
+    strategy = _strategy(op, args, kwargs, options)
     assert strategy is not None, f"{op}: all operands replicated is always possible"
     return strategy
 
@@ -202,12 +205,13 @@ def _strategy(
     metas, named = map_call(args, kwargs, Spec, Meta.of)
     overload = overload_of(op, metas, named)
     if is_foreach(functional := functional_of(overload)):
-        unhinted = options._replace(hint=None, held=frozenset())
+        unhinted = options._replace(hint=None, held=frozenset(), arguments=frozenset())
         strategy_of = lambda op, args, kwargs: _strategy(op, args, kwargs, unhinted)  # noqa: E731
         return foreach_strategy(functional, args, kwargs, specs, strategy_of, grad=options.grad)
     call, tree = call_and_tree(overload, metas, named)
     return select_strategy(call, tree, rule_of(call), specs, topology, grad=options.grad,
-                           local=options.local, hint=options.hint, held=options.held)  # fmt: skip
+                           local=options.local, hint=options.hint, held=options.held,
+                           arguments=options.arguments)  # fmt: skip
 
 
 def _check_mesh(op: Any, specs: Sequence[Spec]) -> None:

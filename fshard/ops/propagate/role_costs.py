@@ -27,11 +27,19 @@ from fshard.program.cost.traffic import (
 
 
 class ChangeCost(NamedTuple):
-    """Cost of a state change: seconds forward, True if it sends, seconds of its transpose."""
+    """Cost of a state change.
+
+    Attributes:
+        time: seconds forward.
+        sends: True if it sends.
+        back: seconds of its transpose.
+        startup: seconds of `time` that do not depend on the bytes.
+    """
 
     time: float
     sends: bool
     back: float
+    startup: float = 0.0
 
 
 FREE = ChangeCost(0.0, False, 0.0)
@@ -58,6 +66,10 @@ def change_cost(
     def time(traffic: Traffic) -> float:
         return collective_time(topology, link, traffic, local)
 
+    def collective(traffic: Traffic, back: float) -> ChangeCost:
+        startup = traffic._replace(sent=0, received=0)
+        return ChangeCost(time(traffic), True, back, collective_time(topology, link, startup, 0))
+
     back = 0.0
     if (src.name, dst.name) == ("invariant", "reduced"):
         back = time(all_reduce_traffic(n, local, item))
@@ -67,13 +79,13 @@ def change_cost(
         )
     match src.name, dst.name:
         case "sharded", "sharded":
-            return ChangeCost(time(all_to_all_traffic(n, local)), True, back)
+            return collective(all_to_all_traffic(n, local), back)
         case "sharded", "invariant" | "reduced":
-            return ChangeCost(time(all_gather_traffic(n, local)), True, back)
+            return collective(all_gather_traffic(n, local), back)
         case "unreduced", "sharded":
-            return ChangeCost(time(all_to_all_traffic(n, local)), True, 0.0)
+            return collective(all_to_all_traffic(n, local), 0.0)
         case "unreduced", _:
-            return ChangeCost(time(all_reduce_traffic(n, local, item)), True, 0.0)
+            return collective(all_reduce_traffic(n, local, item), 0.0)
         case _, "unreduced":
             return ChangeCost(local / topology.memory, False, back)
     return ChangeCost(0.0, False, back)

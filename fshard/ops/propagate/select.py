@@ -57,6 +57,7 @@ def select_strategy(
     local: bool = False,
     hint: PartitionSpec | None = None,
     held: Held = frozenset(),
+    arguments: frozenset[int] = frozenset(),
 ) -> Strategy | None:
     """Return the fastest strategy of a call whose operands have the layouts `specs`.
 
@@ -70,12 +71,14 @@ def select_strategy(
         local: leave out strategies that send; None is returned if all do.
         hint: the partition that the first result is requested in later.
         held: operands that must stay sharded along axes, where the rule has such a role.
+        arguments: operands that exist before the call: their equal collectives are one launch.
     """
     mesh = specs[0].mesh
     lengths = factor_sizes(rule, call)
     hinted = _hinted_factors(call, rule, mesh, lengths, hint)
     layouts = Layouts(call, rule, mesh, specs, lengths)
-    axes = _options_by_axis(call, rule, specs, topology, lengths, grad, local, hinted, held)
+    axes = _options_by_axis(call, rule, specs, topology, lengths, grad, local, hinted, held,
+                            arguments)  # fmt: skip
 
     def combine(options: Sequence[_Option]) -> Strategy | None:
         """Return the strategy of one option per axis, None if no specs have these roles."""
@@ -143,6 +146,7 @@ def _options_by_axis(
     local: bool,
     hinted: Mapping[str, str],
     held: Held,
+    arguments: frozenset[int],
 ) -> dict[str, list[_Option]]:
     """Return the options of every axis in the order of their costs."""
     mesh = specs[0].mesh
@@ -168,7 +172,7 @@ def _options_by_axis(
             )
             context = _AxisContext(topology, link, n, on_axis, names, operands, sources, least,
                                    total * n / mesh.size, lengths, grad, local,
-                                   [{} for _ in specs])  # fmt: skip
+                                   arguments, [{} for _ in specs])  # fmt: skip
             keeping = [role for role in roles if all(role.operands[i] == on_axis[i]
                        for i in stays if on_axis[i].name == "sharded")]  # fmt: skip
             for choice in (keeping, roles) if stays else (roles,):
@@ -188,7 +192,8 @@ class _AxisContext(NamedTuple):
 
     `operands` and `results` are pairs of a tensor's local bytes and the bytes of an element;
     `unsharded_operands` are the local bytes of all operands, unsharded on this axis; `work`
-    is the seconds to compute if the axis shards nothing; `changes` caches for every operand the
+    is the seconds to compute if the axis shards nothing; equal collectives of the operands
+    `arguments` are one launch; `changes` caches for every operand the
     cost of a change to a state.
     """
 
@@ -204,6 +209,7 @@ class _AxisContext(NamedTuple):
     lengths: Mapping[str, int]
     grad: bool
     local: bool
+    arguments: frozenset[int]
     changes: list[dict[AxisState, ChangeCost | None]]
 
 
@@ -217,12 +223,18 @@ def _option(role: Role, index: int, axis: _AxisContext, hinted: bool) -> _Option
         return None
     time = back = 0.0
     sends = False
+    launched: set[tuple[str, str, int]] = set()
     for operand, dst in enumerate(role.operands):
         changes = axis.changes[operand]
         change = changes[dst] if dst in changes else _change(axis, operand, dst)
         if change is None:
             return None
         time, back, sends = time + change.time, back + change.back, sends or change.sends
+        if change.sends and operand in axis.arguments:
+            kind = axis.states[operand].name, dst.name, axis.operands[operand][1]
+            if kind in launched:  # coalesced with that of another argument
+                time -= change.startup
+            launched.add(kind)
     shards = role.factor is not None
     for state, (size, item) in zip(role.results, axis.results, strict=True):
         if state is not None and state.name == "unreduced":

@@ -96,7 +96,9 @@ class LayoutAssigner:
         tensors = []
         for spec, requires_grad in inputs:
             value = self.assignment.new_value()
-            tensors.append(TensorVersions(spec, self.grad and requires_grad, {spec: value}))
+            tensor = TensorVersions(spec, self.grad and requires_grad, {spec: value})
+            tensor.is_argument = True
+            tensors.append(tensor)
             self.assignment.inputs.append(value)
         for tensor, axes in zip(tensors, held, strict=False):
             tensor.held = axes
@@ -357,10 +359,11 @@ class LayoutAssigner:
         grad = self.grad and any(tensor.grad for tensor in operands)
         layouts = [list(tensor.available(self.grad)) for tensor in operands]
         held = frozenset((i, axis) for i, x in enumerate(operands) for axis in x.held)
+        arguments = frozenset(i for i, x in enumerate(operands) if x.is_argument)
         combinations = itertools.islice(itertools.product(*layouts), MAX_COMBINATIONS)
         strategies = (
             strategy_for(op, *fill_call(args, kwargs, TensorVersions, specs), self.topology, grad,
-                         hint, held)
+                         hint, held, arguments)
             for specs in combinations
         )  # fmt: skip
         return min(strategies, key=lambda strategy: strategy.time)

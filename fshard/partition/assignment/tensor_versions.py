@@ -40,6 +40,7 @@ class TensorVersions:
 
     `spec` is its first layout, `grad` is True if it has a gradient. `no_grad_versions` are layouts
     made under `no_grad`, reused only there. Operations keep it sharded along the axes `held`.
+    The collectives of those with `is_argument` are launched together, ahead of their uses.
     `created` creates a tensor that depends on no argument in other layouts.
     """
 
@@ -48,6 +49,7 @@ class TensorVersions:
     versions: dict[Spec, int]
     no_grad_versions: dict[Spec, int] = field(default_factory=dict)
     held: tuple[str, ...] = ()
+    is_argument: bool = False
     created: Created | None = None
 
     def available(self, grad: bool) -> dict[Spec, int]:
