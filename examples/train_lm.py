@@ -241,14 +241,19 @@ def single_loss(params: Tree, tokens: Tensor, targets: Tensor) -> Tensor:
     """Return the mean cross entropy of a batch."""
     x = F.embedding(tokens, params["embed"]) + params["position"]
     for block in params["blocks"]:
-        y = layer_norm(block["norm1"], x)
-        heads = block["qkv"].shape[2:]
-        q, k, v = ((y @ w.flatten(1)).unflatten(-1, heads).transpose(1, 2) for w in block["qkv"])
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + y.transpose(1, 2).flatten(2) @ block["out"].flatten(0, 1)
-        x = x + F.gelu(layer_norm(block["norm2"], x) @ block["up"]) @ block["down"]
+        x = single_block(block, x)
     logits = F.linear(layer_norm(params["norm"], x), params["embed"])
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def single_block(block: Tree, x: Tensor) -> Tensor:
+    """Apply attention and the feed-forward layer to `x`, `[batch, length, width]`."""
+    y = layer_norm(block["norm1"], x)
+    heads = block["qkv"].shape[2:]
+    q, k, v = ((y @ w.flatten(1)).unflatten(-1, heads).transpose(1, 2) for w in block["qkv"])
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    x = x + y.transpose(1, 2).flatten(2) @ block["out"].flatten(0, 1)
+    return x + F.gelu(layer_norm(block["norm2"], x) @ block["up"]) @ block["down"]
 
 
 def train_single(weights: Tree, text: Tensor, c: Config) -> Result:

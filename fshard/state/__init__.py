@@ -4,7 +4,7 @@
 - `checkpoints`: `fs.state.save` and `load`.
 - `parameters`: `fs.state.match_rules`, `init`, `tree_shard`, `tree_unshard`, `tree_reshard`.
 - `gradients`: `value_and_grad`, `accumulate`, `clip_by_global_norm`.
-- `optimizers`: `sgd`, `adamw`, `adafactor`, `muon`, and `zero_specs`.
+- `optimizers`: `sgd`, `adamw`, `adafactor`, `muon`; `zero_specs` and `zero_table`.
 - `local_updates`: computation on the locals of pairs.
 """
 
@@ -14,7 +14,8 @@ from fshard.state.gradients import accumulate, clip_by_global_norm, value_and_gr
 from fshard.state.optimizers.adafactor import adafactor
 from fshard.state.optimizers.elementwise import adamw, sgd
 from fshard.state.optimizers.muon import muon
-from fshard.state.optimizers.optimizer import Optimizer, zero_specs
+from fshard.state.optimizers.optimizer import Optimizer
+from fshard.state.optimizers.zero import ZeroStage, ZeroTable, zero_specs, zero_table
 from fshard.state.parameters import (
     init,
     match_rules,
@@ -27,6 +28,8 @@ from fshard.state.parameters import (
 __all__ = [
     "Optimizer",
     "Saving",
+    "ZeroStage",
+    "ZeroTable",
     "accumulate",
     "adafactor",
     "adamw",
@@ -44,4 +47,5 @@ __all__ = [
     "value_and_grad",
     "verify",
     "zero_specs",
+    "zero_table",
 ]

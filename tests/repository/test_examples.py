@@ -23,6 +23,8 @@ ROOT = Path(__file__).parent.parent.parent
 TRAIN_LM = ROOT / "examples" / "train_lm.py"
 DATA_PARALLEL = ROOT / "examples" / "data_parallel.py"
 PARTITION_GPT = ROOT / "examples" / "partition_gpt.py"
+STATE = ("fsdp", "zero_adamw", "muon")
+"""Examples whose `main` trains beside one device and prints bytes beside their formula."""
 PARTITION_LLAMA = ROOT / "examples" / "partition_llama.py"
 TINY = ["--steps", "3", "--batch", "4", "--length", "8", "--width", "16"]
 GRACE_SECONDS = 40
@@ -31,9 +33,11 @@ COMMANDS = {
     "train_lm": [str(TRAIN_LM), *TINY],
     "data_parallel": [str(DATA_PARALLEL), "50"],
     "partition_gpt": [str(PARTITION_GPT), "10"],
+    **{name: [str(ROOT / "examples" / f"{name}.py"), "3"] for name in STATE},
 }
 RUN_ALL = f"""
 import os, runpy, sys
+sys.path.insert(0, {str(ROOT / "examples")!r})
 for name, argv in {COMMANDS!r}.items():
     if os.environ["RANK"] == "0":
         print(f"[{{name}}]", flush=True)
@@ -86,6 +90,7 @@ def load(path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Import an example as a module, in an environment without torchrun."""
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.syspath_prepend(path.parent)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -173,6 +178,33 @@ def test_partition_gpt_agrees_with_one_device(
         assert re.search(r"^total +6 .* B +6 ", text, re.MULTILINE)
         (difference,) = re.findall(r"^Losses differ by at most (\S+)\.$", text, re.MULTILINE)
         assert float(difference) < 1e-12
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", STATE)
+def test_layouts_of_state_agree_with_one_device(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    on_processes: dict[str, str],
+    name: str,
+) -> None:
+    assert load(ROOT / "examples" / f"{name}.py", monkeypatch).main(50) == 0
+    simulated, out = capsys.readouterr().out, on_processes[name]
+    for text in (simulated, out):
+        assert max(map(len, text.splitlines())) <= 80
+        (difference,) = re.findall(r"^Losses differ by at most (\S+)\.$", text, re.MULTILINE)
+        assert float(difference) < 1e-9
+        rows = re.findall(r"([\d,]+) +8 x [\d,]+ / \d+ +([\d,]+)", text)
+        assert len(rows) == {"fsdp": 3, "zero_adamw": 12, "muon": 4}[name]
+        assert all(held == formula for held, formula in rows)
+    first, *_, last = losses_of_example(simulated)
+    assert last < first - 1
+    assert losses_of_example(out)[0] == pytest.approx(first, rel=0, abs=2e-10)
+
+
+def losses_of_example(out: str) -> list[float]:
+    """Return the printed losses on the mesh."""
+    return [float(loss) for loss in re.findall(r"(?:  loss|->) (\d\S+)", out)]
 
 
 @pytest.mark.timeout(300)

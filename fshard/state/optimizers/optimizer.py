@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from fshard._util.errors import Problem, raise_if
-from fshard.layout.mesh import Axes
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.sharded import Sharded
 from fshard.layout.spec import Spec
@@ -163,42 +162,3 @@ def _check_pairs(where: str, tree: Any, leaves: Sequence[Any], kind: type) -> No
 def rate_at(rate: Rate, step: int) -> float:
     """Return the learning rate of a step."""
     return rate(step) if callable(rate) else rate
-
-
-def zero_specs(tree: Any, axes: Axes, /) -> Any:
-    """Return for every leaf its partition sharded further over axes: that of ZeRO and of FSDP.
-
-    Args:
-        tree: pytree of pairs or specs.
-        axes: axis, or axes major to minor. A leaf that they shard already keeps its partition.
-
-    Returns:
-        A tree of partitions. The dim with the largest shards is sharded, minor to the axes that
-        shard it, among those that divide evenly if there are any. A tensor without dims is `P()`.
-
-    As `specs` of an optimizer it shards the state, ZeRO-1 with parameters that are invariant along
-    the axes and ZeRO-2 with `reduced` ones; as the layout of the parameters it is ZeRO-3, FSDP.
-    After ZeRO (arXiv 1910.02054).
-
-    >>> import fshard as fs
-    >>> specs = {"w": fs.Spec(fs.Mesh(dp=2, tp=2), fs.P(None, "tp"), shape=(4, 6))}
-    >>> fs.state.zero_specs(specs, "dp")
-    {'w': P('dp', 'tp')}
-    """
-    names = (axes,) if isinstance(axes, str) else tuple(axes)
-    leaves, treedef = flatten(tree)
-    specs = [leaf.spec if isinstance(leaf, Sharded) else leaf for leaf in leaves]
-    return unflatten(treedef, [_further(spec, names) for spec in specs])
-
-
-def _further(spec: Spec, axes: tuple[str, ...]) -> PartitionSpec:
-    dims = [*spec.partition.dims]
-    new = tuple(axis for axis in axes if not any(axis in names for names in dims))
-    if not dims or not new:
-        return PartitionSpec(*dims)
-    counts = [spec.mesh.axis_size(names) for names in dims]
-    n = spec.mesh.axis_size(new)
-    sizes = [size / count for size, count in zip(spec.shape, counts, strict=True)]
-    dim = max(range(len(dims)), key=lambda d: (spec.shape[d] % (counts[d] * n) == 0, sizes[d]))
-    dims[dim] = (*dims[dim], *new)
-    return PartitionSpec(*dims)
