@@ -70,6 +70,12 @@ class ZeroStage:
         params_nbytes: bytes of the parameters on the busiest rank.
         grads_nbytes: bytes of the gradients on the busiest rank.
         state_nbytes: bytes of the state of the optimizer on the busiest rank.
+
+    >>> import fshard as fs
+    >>> specs = [fs.Spec(fs.Mesh(dp=2), fs.P(), shape=(8,))]
+    >>> stage = fs.state.zero_table(specs, "dp", fs.state.adamw(1e-3))[3]
+    >>> stage.name, stage.params, stage.state_nbytes
+    ('ZeRO-3, FSDP', [f32[8@dp]], 32)
     """
 
     name: str
@@ -88,6 +94,12 @@ class ZeroTable:
     Attributes:
         axes: the axes that the stages shard over.
         stages: the stages; `table[2]` is ZeRO-2.
+
+    >>> import fshard as fs
+    >>> specs = [fs.Spec(fs.Mesh(dp=2), fs.P(), shape=(8,))]
+    >>> table = fs.state.zero_table(specs, "dp", fs.state.sgd(0.1))
+    >>> [stage.grads_nbytes for stage in table]
+    [32, 32, 16, 16]
     """
 
     axes: tuple[str, ...]
@@ -144,8 +156,12 @@ def zero_table(params: Any, axes: Axes, optimizer: Optimizer, /) -> ZeroTable:
     (f32[1024@dp,1024], 1048576)
     >>> print(table)
     bytes of the busiest rank, sharded over dp
-                    parameters  gradients      state       sum
-    ──────────────────────────────────────────────────────────
+                   parameters  gradients     state       sum
+    ────────────────────────────────────────────────────────
+    data parallel    4.00 MiB   4.00 MiB  8.00 MiB  16.0 MiB
+    ZeRO-1           4.00 MiB   4.00 MiB  2.00 MiB  10.0 MiB
+    ZeRO-2           4.00 MiB   1.00 MiB  2.00 MiB  7.00 MiB
+    ZeRO-3, FSDP     1.00 MiB   1.00 MiB  2.00 MiB  4.00 MiB
     """
     where = "fs.state.zero_table"
     leaves, treedef = flatten(params)

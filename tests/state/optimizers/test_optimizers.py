@@ -20,6 +20,7 @@ from tests.state.optimizers.optimizer_cases import (
     difference_on_ranks,
     expected,
     published_muon,
+    sharded,
     trained,
     values,
 )
@@ -186,3 +187,34 @@ def test_zero_is_a_choice_of_specs(
     one.step()
     for leaf, name in zip(leaves, tree, strict=True):
         torch.testing.assert_close(fs.unshard(new_params[name]), leaf.detach())
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw", "adafactor"])
+def test_zero_table_has_the_bytes_that_ranks_hold(name: str) -> None:
+    """Uneven shards too: no dim of the shapes is divisible by 5."""
+    make, _, settings = OPTIMIZERS[name]
+    mesh = Mesh(dp=5)
+    weights = values(name, 0)
+    table = fs.state.zero_table(sharded(weights, mesh, P()), "dp", make(**settings))
+    for stage in table:
+        params = fs.state.tree_shard(weights, stage.params)
+        grads = fs.state.tree_shard(weights, stage.grads)
+        state = stage.optimizer.init(params)
+        del state["step"]
+        held = [busiest_nbytes(tree, mesh) for tree in (params, grads, state)]
+        assert held == [stage.params_nbytes, stage.grads_nbytes, stage.state_nbytes]
+    assert table[3].params_nbytes < table[0].params_nbytes / 3
+    assert len(str(table).splitlines()) == 3 + len(table.stages)
+
+
+def busiest_nbytes(tree: Any, mesh: Mesh) -> int:
+    """Return the bytes of the simulated rank that holds the most of a tree of pairs."""
+    pairs = [leaf for leaf in flatten(tree)[0] if isinstance(leaf, fs.Sharded)]
+    return max(
+        (sum(pair.local[rank].nbytes for pair in pairs) for rank in range(mesh.size)), default=0
+    )
+
+
+def test_zero_table_refuses_trees_without_layouts() -> None:
+    with pytest.raises(fs.ShardingError, match="the tree must have pairs or specs as leaves"):
+        fs.state.zero_table({"w": torch.ones(4)}, "dp", fs.state.sgd(0.1))
