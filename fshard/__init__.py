@@ -2,7 +2,7 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-from fshard import random, state, testing
+from fshard import domain, random, state, testing
 from fshard._torch.dynamo import run_uncompiled as _run_uncompiled
 from fshard._util.errors import ShardingError
 from fshard._util.public import publish as _publish
@@ -131,6 +131,7 @@ __all__ = [
     "calibrate",
     "comm_log",
     "constrain",
+    "domain",
     "empty",
     "empty_like",
     "eye",
@@ -206,6 +207,7 @@ _publish(
         "Strategy": "fs.propagate",
     },
 )
+_publish(vars(domain), domain.__all__)
 _publish(vars(random), random.__all__)
 _publish(vars(state), state.__all__)
 _publish(vars(testing), testing.__all__)

@@ -21,6 +21,7 @@ X = torch.ones(4)
 def functions() -> list[Callable[..., Any]]:
     """Return public functions and constructors with options and no further arguments."""
     values = [getattr(fs, name) for name in fs.__all__ if name != "ShardingError"]
+    values += [getattr(fs.domain, name) for name in fs.domain.__all__]
     values += [getattr(fs.random, name) for name in fs.random.__all__]
     kinds = {
         value: [p.kind for p in inspect.signature(value).parameters.values()]

@@ -8,6 +8,7 @@ runs plan -> transfer of each leaf -> one launch per dtype -> `run/autograd/line
 - `gather_scatter`: `all_gather`, `psum_scatter`, `all_to_all`, `pswapaxes`.
 - `permutations`: `ppermute`, `pshuffle`, `pbroadcast`.
 - `ragged_all_to_all`: an exchange of different numbers of rows.
+- `ring_fold`, `ring`: folds over blocks that move around a ring of ranks.
 - `pcast`: casts between states; `axis_index`, `axis_size`.
 - `start`: `fs.start`, asynchronous launches.
 - `axis_index_groups`, `wire_dtypes`: options of several collectives.

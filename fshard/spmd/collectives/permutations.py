@@ -6,6 +6,7 @@ inverse permutation, and a sum that only the source receives. Trees take one lau
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,20 +32,31 @@ from fshard.spmd.types import TypeSignature, format_axes
 
 @dataclass(frozen=True, slots=True)
 class PermuteOp:
-    """Each rank's values to another rank of its group; zeros where nothing arrives."""
+    """Each rank's values to another rank of its group; zeros where nothing arrives.
+
+    `shapes` are the shapes of the locals of each index, where they differ between ranks.
+    """
 
     mesh: Mesh
     axes: tuple[str, ...]
     perm: tuple[tuple[int, int], ...]
+    shapes: tuple[tuple[torch.Size, ...], ...] | None = None
 
     @property
     def T(self) -> PermuteOp:  # noqa: N802 - the mathematical name
         """Return the transpose."""
-        return PermuteOp(self.mesh, self.axes, tuple((dst, src) for src, dst in self.perm))
+        shapes = self.shapes
+        if shapes is not None:
+            sources = {dst: src for src, dst in self.perm}
+            shapes = tuple(shapes[sources.get(i, i)] for i in range(len(shapes)))
+        return PermuteOp(self.mesh, self.axes, tuple((dst, src) for src, dst in self.perm), shapes)
 
     def wider(self, n: int) -> PermuteOp:
         """Return the operation on tensors with a last dim of size `n` more."""
-        return self
+        if self.shapes is None:
+            return self
+        shapes = tuple(tuple(torch.Size((*s, n)) for s in row) for row in self.shapes)
+        return PermuteOp(self.mesh, self.axes, self.perm, shapes)
 
     def launch(self, transport: Transport, xs: Tensors) -> FinishAll:
         """Start the operation on locals of this rank."""
@@ -53,16 +65,17 @@ class PermuteOp:
         target = next((dst for src, dst in self.perm if src == index), None)
         source = next((src for src, dst in self.perm if dst == index), None)
         flat = concat_flat([x.reshape(-1) for x in xs])
+        own = [x.shape for x in xs]
+        shapes = own if self.shapes is None or source is None else self.shapes[source]
         send, receive = [0] * len(group), [0] * len(group)
         if target is not None:
             send[target] = flat.numel()
         if source is not None:
-            receive[source] = flat.numel()
+            receive[source] = sum(map(math.prod, shapes))
         nbytes = 0 if target in (None, index) else flat.nbytes
         notify("ppermute", self.axes, nbytes, transport.rank)
         payload = flat if target is not None else flat[:0]
         finish_exchange = transport.all_to_all(payload, send, receive, group)
-        shapes = [x.shape for x in xs]
 
         def finish() -> Tensors:
             received = finish_exchange()
