@@ -1,8 +1,6 @@
 """Rules of neural-network layers and losses.
 
 - `attention`: scaled_dot_product_attention and its fused kernels;
-- `convolution`: conv1d to conv3d, transposed convolutions;
-- `pooling`: pooling, interpolation, padding, im2col, grid_sample, affine_grid;
 - `embedding`: embedding, embedding_bag, one_hot;
 - `normalization`: layer_norm, rms_norm, group_norm, batch_norm, weight_norm, renorm;
 - `normalization_decompositions`: the same over sharded dims;

@@ -17,7 +17,7 @@ from fshard.ops.core.call import Meta, OpCall, argument, base_name
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Mode, Rule, Slice
 from fshard.ops.rules.letters import letters, text_dims
-from fshard.ops.rules.nn.convolution import windows_tile
+from fshard.ops.rules.window.convolution import windows_tile
 from fshard.ops.rules.shard_call import SetLocalShape, ShardCall
 from fshard.ops.strategy.local_call import (
     Args,
