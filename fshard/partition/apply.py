@@ -481,8 +481,9 @@ def _run(
         ]
     else:
         results = list(on_rank(rank_on_mesh(mesh, "fs.apply"), locals_))
+    rows = zip(results, strategy.out_specs, strategy.out_halos, strict=True)
     pairs = [
-        None if spec is None else Sharded(local, spec)
-        for local, spec in zip(results, strategy.out_specs, strict=True)
+        None if spec is None else Sharded(halo(local) if halo else local, spec)
+        for local, spec, halo in rows
     ]
     return strategy.in_tree(pairs)

@@ -22,6 +22,7 @@ from fshard.ops.strategy.strategy import Strategy
 from fshard.ops.trace.checkpoints import CheckpointedCall
 from fshard.ops.trace.mapped_regions import MappedRegion
 from fshard.plan.batch.batch import Batch, batch_from_leaves
+from fshard.program.halo_steps import HaloStep
 from fshard.program.program import Program
 from fshard.run.autograd.linear_function import ProgramGroup
 from fshard.run.autograd.planned_gradient import OutputGradient
@@ -315,6 +316,11 @@ def backward_programs(line: Line) -> tuple[Program, ...]:
             return line.gradient.call.programs
         case _:
             return ()
+
+
+def has_halo(program: Program) -> bool:
+    """Return True for a halo exchange or reduction, whose result is another global value."""
+    return any(isinstance(step, HaloStep) for step in program.steps)
 
 
 Plan = Program | Batch | RecordedCollective

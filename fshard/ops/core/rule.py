@@ -22,6 +22,7 @@ from typing import Any
 
 from fshard._util.errors import Problem, fail, raise_if
 from fshard.layout.partition_spec import REDUCTIONS
+from fshard.ops.core.windows import Window
 
 Dims = tuple[tuple[str, ...], ...]
 """Factors of each dim of a tensor, major to minor; () for a dim without a factor."""
@@ -102,7 +103,8 @@ class Rule:
         local: Function that runs the operation on one rank, if it differs in more than shapes.
         sizes: Lengths of factors that are not a dim of any tensor.
         unread: Operands of which only shape and dtype matter; they may have any layout.
-        slices: Factors of results that are sharded wherever another factor is.
+        slices: Factors that are sharded wherever another factor is: slices of it, and windows,
+            which also extend the tensors that have the other factor.
 
     Kinds of factors are those of Shardy's `sdy.op_sharding_rule`.
 
@@ -121,7 +123,7 @@ class Rule:
     local: LocalFunction | None = None
     sizes: tuple[tuple[str, int], ...] = ()
     unread: frozenset[int] = frozenset()
-    slices: tuple[Slice, ...] = ()
+    slices: tuple[Slice | Window, ...] = ()
 
     @property
     def factors(self) -> tuple[str, ...]:
@@ -130,6 +132,11 @@ class Rule:
         sliced = {part.name for part in self.slices}
         factors = dict.fromkeys(f for dims in tensors for dim in dims for f in dim)
         return tuple(f for f in factors if f not in sliced)
+
+    @property
+    def windows(self) -> dict[str, Window]:
+        """Windows by the factor that they read; tensors with that factor are extended."""
+        return {part.of: part for part in self.slices if isinstance(part, Window)}
 
     def with_slices(self, factor: str) -> frozenset[str]:
         """Return a factor and its slices, which are sharded together."""

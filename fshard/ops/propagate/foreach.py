@@ -199,6 +199,8 @@ def _combined(
     return Strategy(
         call.op, rule, call, _roles(strategies), tuple(specs), tuple(in_specs),
         tuple(spec for strategy in strategies for spec in strategy.out_specs),
+        (None,) * len(in_specs),
+        (None,) * sum(len(strategy.out_specs) for strategy in strategies),
         list(range(len(call.results))), sum(strategy.time for strategy in strategies),
         any(strategy.sends for strategy in strategies) or tuple(specs) != tuple(in_specs),
         strategies[0].topology,

@@ -155,7 +155,12 @@ def compute_time(topology: Topology, rule: Rule, call: OpCall, sizes: Mapping[st
         rule.kind(f) not in ("pass-through", "unsharded", "permuted") for f in sizes
     )
     if contracts:
-        time = max(time, 2 * math.prod(sizes.values()) / FLOPS)
+        # A window and the factor that it reads are one loop, of the shorter one's length.
+        loops = dict(sizes)
+        for window in rule.windows.values():
+            longer = max((window.of, window.name), key=lambda name: sizes.get(name, 0))
+            loops.pop(longer, None)
+        time = max(time, 2 * math.prod(loops.values()) / FLOPS)
     return time
 
 

@@ -21,7 +21,7 @@ from fshard.ops.core.rule import Mode, Rule
 from fshard.ops.propagate import role_costs
 from fshard.ops.propagate.role_costs import ChangeCost, compute_time, nbytes
 from fshard.ops.strategy.axis_roles import AxisState, Role, axis_states, factor_sizes, roles_of
-from fshard.ops.strategy.strategy import Layouts, Strategy
+from fshard.ops.strategy.strategy import Layouts, OperandLayouts, Strategy
 from fshard.program.cost.topology import Link, Topology
 from fshard.program.cost.traffic import max_local_nbytes
 
@@ -86,7 +86,7 @@ def select_strategy(
         in_out = layouts.specs(roles)
         if in_out is None:
             return None
-        time, sends = _combined_cost(mesh, topology, roles, options, specs, *in_out)
+        time, sends = _combined_cost(mesh, topology, roles, options, specs, in_out)
         if local and sends:
             return None
         return Strategy(call.op, rule, call, tuple(roles.items()), tuple(specs),
@@ -311,18 +311,17 @@ def _combined_cost(
     roles: Mapping[str, Role],
     options: Sequence[_Option],
     specs: Sequence[Spec],
-    in_specs: Sequence[Spec],
-    out_specs: Sequence[Spec | None],
+    layouts: OperandLayouts,
 ) -> tuple[float, bool]:
     """Return the time of a combination of options, and True if it sends.
 
     The sum over the axes assumes results that all axes shard. Added to it are the reductions of
-    larger results, the gathers of what other axes have gathered, and redistributions between shard
-    sizes or axis orders of the same axes.
+    larger results, the gathers of what other axes have gathered, redistributions between shard
+    sizes or axis orders of the same axes, and the halos of windows.
     """
     time = sum(option.cost[0] for option in options)
     sends = any(option.sends for option in options)
-    for spec in out_specs:
+    for spec in layouts.out_specs:
         if spec is None or not spec.partition.unreduced_kinds:
             continue
         local, least = max_local_nbytes(spec), spec.nbytes // mesh.size
@@ -333,7 +332,11 @@ def _combined_cost(
                               item=spec.dtype.itemsize,
                               created=roles[axis].factor is not None)  # fmt: skip
             time += pending(local=local) - pending(local=least * n)
-    for src, dst in zip(specs, in_specs, strict=True):
+    halos = [halo.cost(topology) for halo in (*layouts.in_halos, *layouts.out_halos) if halo]
+    time += sum(cost.time for cost in halos)
+    sends = sends or any(cost.launches for cost in halos)
+    for src, spec, halo in zip(specs, layouts.in_specs, layouts.in_halos, strict=True):
+        dst = halo.src if halo else spec
         if any(_is_recut(src, dst, dim) for dim in range(src.ndim)):
             sends = True
             time += topology.launch + max_local_nbytes(src) / topology.inner.bandwidth

@@ -8,7 +8,8 @@ operands may be unreduced; see `fshard.ops.core.rule`. Each module lists its ope
 - `contraction`: matmul, einsum, linear, cdist; linear algebra; Fourier transforms;
 - `index`: gather, index_select, take; scatter, index_add, index_put;
 - `reduce`: sums, means, extremes, variances, norms, softmax, cumsum, sort, topk, searchsorted;
-- `nn`: attention, convolution, pooling, normalization, embedding, losses, recurrent layers;
+- `window`: convolution, pooling, interpolation, padding, unfold and fold, roll;
+- `nn`: attention, normalization, embedding, losses, recurrent layers;
 - `backward`: gradient operations that PyTorch names by themselves.
 
 `letters` and `shard_call` are shared by all of them.

@@ -139,7 +139,7 @@ def run_local(
     if local is None:
         out = call.op(*args, **kwargs)
     else:
-        context = RankContext(rank, strategy.in_specs, strategy.out_specs)
+        context = RankContext(rank, strategy.in_specs, strategy.computed_specs)
         out = local(call.op, args, kwargs, context)
         if context.has_empty:
             out = attach_to_operands(out, (*args, *kwargs.values()))
@@ -206,7 +206,7 @@ def flat(out: Any) -> list[torch.Tensor | None]:
 
 def check_results(strategy: Strategy, rank: int, results: Sequence[torch.Tensor | None]) -> None:
     """Raise `ShardingError` if a local result has another shape or dtype than its spec says."""
-    for index, (spec, tensor) in enumerate(zip(strategy.out_specs, results, strict=False)):
+    for index, (spec, tensor) in enumerate(zip(strategy.computed_specs, results, strict=False)):
         if spec is None or tensor is None:
             continue
         if tensor.shape != spec.local_shape(rank) or tensor.dtype != spec.dtype:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from fshard._torch.operators import dereference, reference_of
 from fshard._util.text import bytes_text, folded, time_text
@@ -21,6 +22,8 @@ from fshard.plan.redistribute import redistribute
 from fshard.program.cost.model import Cost
 from fshard.program.cost.rank_overlap import DimSharding
 from fshard.program.cost.topology import Topology
+from fshard.program.halo_boxes import reversed_halo
+from fshard.program.halo_steps import HaloExchange, Windows
 from fshard.program.program import Program
 
 
@@ -37,6 +40,10 @@ class Strategy:
         sources: the specs of the operands as they were given.
         in_specs: the specs of the operands that the operation runs on.
         out_specs: the specs of the results, None where the operation returns no tensor.
+        in_halos: for every operand the halo exchange that extends its shards to windows, at the
+            end of its program, or None.
+        out_halos: for every result the halo reduction that adds up overlapping windows of it, or
+            None.
         tree: the tree of the results, with an index into `out_specs` for every tensor.
         time: seconds by which strategies are ordered: to redistribute the operands, to compute,
             and to reduce later what stays unreduced.
@@ -60,6 +67,8 @@ class Strategy:
     sources: tuple[Spec, ...]
     in_specs: tuple[Spec, ...]
     out_specs: tuple[Spec | None, ...]
+    in_halos: tuple[Program | None, ...]
+    out_halos: tuple[Program | None, ...]
     tree: Any
     time: float
     sends: bool
@@ -79,18 +88,37 @@ class Strategy:
     @property
     def programs(self) -> tuple[Program, ...]:
         """For every operand the program from its given spec to the one the operation runs on."""
-        pairs = zip(self.sources, self.in_specs, strict=True)
-        return tuple(redistribute(src, dst, topology=self.topology) for src, dst in pairs)
+        rows = zip(self.sources, self.shard_specs, self.in_halos, strict=True)
+        return tuple(
+            redistribute(src, dst, topology=self.topology) >> halo
+            if halo
+            else redistribute(src, dst, topology=self.topology)
+            for src, dst, halo in rows
+        )
+
+    @property
+    def shard_specs(self) -> tuple[Spec, ...]:
+        """Specs of the operands before their halo exchanges."""
+        rows = zip(self.in_specs, self.in_halos, strict=True)
+        return tuple(halo.src if halo else spec for spec, halo in rows)
+
+    @property
+    def computed_specs(self) -> tuple[Spec | None, ...]:
+        """Specs of the results as the operation computes them, before their halo reductions."""
+        rows = zip(self.out_specs, self.out_halos, strict=True)
+        return tuple(halo.src if halo else spec for spec, halo in rows)
 
     @property
     def is_local(self) -> bool:
-        """True if no operand needs communication."""
-        return not self.sends or all(prog.is_local for prog in self.programs)
+        """True if no operand and no result needs communication."""
+        programs = (*self.programs, *(halo for halo in self.out_halos if halo))
+        return not self.sends or all(prog.is_local for prog in programs)
 
     @property
     def cost(self) -> Cost:
-        """Cost of the programs, run one after the other; computation is not included."""
-        return Cost.in_turn(prog.cost(self.topology) for prog in self.programs)
+        """Cost of the programs and of the results' halo reductions, one after the other."""
+        reductions = [halo for halo in self.out_halos if halo]
+        return Cost.in_turn(x.cost(self.topology) for x in (*self.programs, *reductions))
 
     @property
     def summary(self) -> str:
@@ -149,6 +177,15 @@ class _Infeasible(Exception):
 UNSHARDED: DimSharding = (), None
 
 
+class OperandLayouts(NamedTuple):
+    """Fields `in_specs`, `out_specs`, `in_halos` and `out_halos` of a strategy."""
+
+    in_specs: tuple[Spec, ...]
+    out_specs: tuple[Spec | None, ...]
+    in_halos: tuple[Program | None, ...]
+    out_halos: tuple[Program | None, ...]
+
+
 class Layouts:
     """Specs of the operands and results of one call, by the roles of the mesh axes.
 
@@ -180,10 +217,8 @@ class Layouts:
         self._dims = tuple(dict.fromkeys(dim for dims in (*results, *operands) for dim in dims))
         self._factor_shardings: dict[tuple[str, tuple[str, ...]], DimSharding] = {}
 
-    def specs(
-        self, roles: Mapping[str, Role]
-    ) -> tuple[tuple[Spec, ...], tuple[Spec | None, ...]] | None:
-        """Return the specs of operands and results under one role per axis, None if none exist."""
+    def specs(self, roles: Mapping[str, Role]) -> OperandLayouts | None:
+        """Return the layouts of a call under one role per axis, None if none exist."""
         rule, call = self._rule, self._call
         shardings = self._shardings(roles)
         try:
@@ -201,7 +236,34 @@ class Layouts:
             )  # fmt: skip
         except _Infeasible:
             return None
-        return ins, outs
+        halo = partial(self._halo, shardings)
+        halos = tuple(map(halo, ins, rule.operands))
+        reductions = tuple(
+            None if spec is None or dims is None else halo(spec, dims, reverse=True)
+            for spec, dims in zip(outs, rule.results, strict=True)
+        )
+        extended = tuple(halo.dst if halo else spec for spec, halo in zip(ins, halos, strict=True))
+        return OperandLayouts(extended, outs, halos, reductions)
+
+    def _halo(
+        self, shardings: Mapping[str, DimSharding], spec: Spec, dims: Dims, reverse: bool = False
+    ) -> Program | None:
+        """Return the halo exchange of a tensor with factors that windows read, None without one.
+
+        With `reverse` return the halo reduction of a result, to `spec`.
+        """
+        windows: list[Windows | None] = [None] * spec.ndim
+        for dim, factors in enumerate(dims):
+            window = self._rule.windows.get(factors[0]) if factors else None
+            if window is not None and window.of in shardings:
+                sizes = spec.shard_sizes(dim)
+                rows, ends = window.windows(sizes), tuple(itertools.accumulate(sizes, initial=0))
+                windows[dim] = None if rows == tuple(itertools.pairwise(ends)) else rows
+        if not any(windows):
+            return None
+        step = HaloExchange(tuple(windows))
+        program = Program(spec, (step,))
+        return Program(program.dst, (reversed_halo(step, spec),)) if reverse else program
 
     def _shardings(self, roles: Mapping[str, Role]) -> dict[str, DimSharding]:
         """Return for every sharded factor its axes, major to minor, and its shard sizes."""

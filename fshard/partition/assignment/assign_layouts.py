@@ -40,11 +40,13 @@ from fshard.partition.assignment.created_tensors import CreatedByFactory, create
 from fshard.partition.assignment.tensor_versions import (
     Assignment,
     TensorVersions,
+    extended,
     redistributed,
 )
 from fshard.partition.ir import Ref
 from fshard.partition.partitioned_call import PartitionedCall
 from fshard.program.cost.topology import Topology
+from fshard.program.program import Program
 from fshard.run.autograd.planned_gradient import OutputGradient
 
 NAN = float("nan")
@@ -373,8 +375,8 @@ class LayoutAssigner:
         operands: Sequence[TensorVersions], node: fx.Node,
     ) -> Any:  # fmt: skip
         """Add an operation: programs for its operands, the operation, a `Pick` per result."""
-        refs = [Ref(self.redistributed(tensor, spec))
-                for tensor, spec in zip(operands, strategy.in_specs, strict=True)]  # fmt: skip
+        refs = [Ref(self.redistributed(tensor, spec, halo)) for tensor, spec, halo in
+                zip(operands, strategy.shard_specs, strategy.in_halos, strict=True)]  # fmt: skip
         filled = fill_call(args, kwargs, TensorVersions, refs)
         lines, out = self.assignment.lines, self.assignment.new_value()
         single = type(strategy.tree) is int
@@ -392,15 +394,20 @@ class LayoutAssigner:
                 value = self.assignment.new_value()
                 lines.append(ir.Pick(value, Ref(out), index))
             inexact = spec.dtype.is_floating_point or spec.dtype.is_complex
+            halo = strategy.out_halos[index]
+            if halo:
+                value = self.assignment.add_halo(value, halo, self.topology, grad=grad and inexact)
             result = TensorVersions(spec, grad and inexact, {spec: value}, held=held)
-            result.created = created_by(line, operands, self.topology)
+            result.created = None if halo else created_by(line, operands, self.topology)
             if result.created is not None:
                 self.assignment.created.add(value)
             results.append(result)
         return strategy.in_tree(results)
 
-    def redistributed(self, tensor: TensorVersions, spec: Spec) -> int:
-        """Return the id of the tensor's value in the layout `spec`."""
+    def redistributed(self, tensor: TensorVersions, spec: Spec, halo: Program | None = None) -> int:
+        """Return the id of the tensor's value in the layout `spec`, extended by `halo`."""
+        if halo is not None:
+            return extended(self.assignment, tensor, halo, self.topology, grad=self.grad)
         return redistributed(self.assignment, tensor, spec, self.topology, grad=self.grad)
 
     # -- decomposed ------------------------------------------------------------------------
@@ -444,12 +451,14 @@ class LayoutAssigner:
         Until then only `operands` may get new versions.
         """
         assignment, grad = self.assignment.copy(), self.grad
-        versions = [(x, dict(x.versions), dict(x.no_grad_versions)) for x in operands]
+        versions = [
+            (x, dict(x.versions), dict(x.no_grad_versions), dict(x.windows)) for x in operands
+        ]
 
         def restore() -> None:
             self.assignment, self.grad = assignment, grad
             for tensor, *saved in versions:
-                tensor.versions, tensor.no_grad_versions = saved
+                tensor.versions, tensor.no_grad_versions, tensor.windows = saved  # type: ignore[assignment]
 
         return restore
 

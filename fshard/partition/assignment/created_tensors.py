@@ -58,7 +58,7 @@ class CreatedByOperation:
         line = self.line
         call = fill_call(line.args, line.kwargs, Ref, specs)
         strategy = strategy_for(line.strategy.call.op, *call, self.topology, False, spec.partition)
-        if strategy.out_specs != (spec,):
+        if strategy.out_specs != (spec,) or any(strategy.in_halos):
             return None
         refs = []
         for operand, in_spec in zip(self.operands, strategy.in_specs, strict=True):

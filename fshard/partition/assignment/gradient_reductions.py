@@ -48,9 +48,11 @@ from fshard.partition.ir import (
     Write,
     backward_plans,
     flattened,
+    has_halo,
     operands_of,
 )
 from fshard.program.cost.topology import Topology
+from fshard.program.program import Program
 
 SOURCE, SINK = "invariant", "reduced"
 SHORTER = 0.999
@@ -99,7 +101,7 @@ class ValueTable:
             case Operation():
                 values = [value for value in operands_of(line) if value not in self.numbers]
                 self.specs.update(zip(values, line.strategy.in_specs, strict=True))
-                spec = line.strategy.out_specs[0] if line.single else None
+                spec = line.strategy.computed_specs[0] if line.single else None
                 if spec is not None:
                     self.specs[line.out] = spec
                 exact = spec is not None and not is_inexact(Meta.of(spec))
@@ -204,7 +206,12 @@ def _on_reduced(strategy: Strategy, axis: str, role: Role) -> Strategy:
         for spec, state in zip(strategy.out_specs, role.results, strict=True)
     )
     roles = tuple((name, role if name == axis else old) for name, old in strategy.roles)
-    return replace(strategy, roles=roles, in_specs=in_specs, out_specs=out_specs)
+    halos, reductions = (
+        tuple(halo and Program(_reduced(halo.src, axis), halo.steps) for halo in row)
+        for row in (strategy.in_halos, strategy.out_halos)
+    )
+    return replace(strategy, roles=roles, in_specs=in_specs, out_specs=out_specs, in_halos=halos,
+                   out_halos=reductions)  # fmt: skip
 
 
 # -- the cut ---------------------------------------------------------------------------------
@@ -239,7 +246,9 @@ def _reduced_lines(
         if isinstance(line, Redistribution) and line.out in table.differentiated:
             prog = line.program
             target = _reduced(prog.src, axis), _reduced(prog.dst, axis)
-            saved = cast_time(prog.src, prog.dst) - cast_time(*target)
+            saved = 0.0
+            if not has_halo(prog):
+                saved = cast_time(prog.src, prog.dst) - cast_time(*target)
             edge = (line.out, SINK) if saved > 0 else (SOURCE, line.out)
             network.add(edge[0], edge[1], abs(saved))
     for node in [node for node in network.nodes() if isinstance(node, tuple)]:
@@ -344,14 +353,20 @@ class _Rewriter:
         """Add a line of the original."""
         match line:
             case Redistribution():
-                spec = line.program.dst
-                spec = _reduced(spec, self.axis) if line.out in self.flipped else spec
-                self.define(line.out, spec, self.use(line.source.value, spec))
-                return None
+                prog, flipped = line.program, line.out in self.flipped
+                spec = _reduced(prog.dst, self.axis) if flipped else prog.dst
+                if has_halo(prog):
+                    src = _reduced(prog.src, self.axis) if flipped else prog.src
+                    prog = Program(src, prog.steps, topology=prog.topology)
+                    source = self.use(line.source.value, src)
+                    out = self.trial.add_halo(source, prog, self.topology, grad=line.grad)
+                    return self.define(line.out, spec, out)
+                return self.define(line.out, spec, self.use(line.source.value, spec))
             case Operation():
                 line = self.operation(line)
-                self.results[line.out] = line.strategy.out_specs
-                self.define(line.out, line.strategy.out_specs[0] if line.single else None, line.out)
+                specs = line.strategy.computed_specs
+                self.results[line.out] = specs
+                self.define(line.out, specs[0] if line.single else None, line.out)
             case Pick() if line.source.value in self.results:
                 self.define(line.out, self.results[line.source.value][line.index], line.out)
             case CustomGradient() | RegionCall():

@@ -41,7 +41,8 @@ class TensorVersions:
     `spec` is its first layout, `grad` is True if it has a gradient. `no_grad_versions` are layouts
     made under `no_grad`, reused only there. Operations keep it sharded along the axes `held`.
     The collectives of those with `is_argument` are launched together, ahead of their uses.
-    `created` creates a tensor that depends on no argument in other layouts.
+    `created` creates a tensor that depends on no argument in other layouts. `windows` are its
+    versions with shards extended to windows, by the halo exchange and whether it has a gradient.
     """
 
     spec: Spec
@@ -51,6 +52,7 @@ class TensorVersions:
     held: tuple[str, ...] = ()
     is_argument: bool = False
     created: Created | None = None
+    windows: dict[tuple[Program, bool], int] = field(default_factory=dict)
 
     def available(self, grad: bool) -> dict[Spec, int]:
         """Return the versions that can be used in the grad mode `grad`."""
@@ -72,7 +74,7 @@ class Assignment:
     inputs: list[int] = field(default_factory=list)
     time: float = 0.0
     count: int = 0
-    checkpoints: list[list[tuple[TensorVersions, Spec]]] = field(default_factory=list)
+    checkpoints: list[list[tuple[TensorVersions, Spec | Program]]] = field(default_factory=list)
     created: set[int] = field(default_factory=set)
 
     def copy(self) -> Assignment:
@@ -87,9 +89,19 @@ class Assignment:
     def end_checkpoint(self) -> None:
         """Add the mark after a checkpointed call's lines, and forget the layouts made in it."""
         self.lines.append(ir.EndCheckpoint())
-        for tensor, spec in self.checkpoints.pop():
-            tensor.versions.pop(spec, None)
-            tensor.no_grad_versions.pop(spec, None)
+        for tensor, layout in self.checkpoints.pop():
+            if isinstance(layout, Program):
+                tensor.windows = {k: v for k, v in tensor.windows.items() if k[0] != layout}
+                continue
+            tensor.versions.pop(layout, None)
+            tensor.no_grad_versions.pop(layout, None)
+
+    def add_halo(self, source: int, halo: Program, topology: Topology, *, grad: bool) -> int:
+        """Add a halo exchange or reduction of a value; return the value of its result."""
+        out = self.new_value()
+        self.lines.append(ir.Redistribution(out, Ref(source), halo, grad))
+        self.time += halo.cost(topology).time + (halo.T.cost(topology).time if grad else 0.0)
+        return out
 
     def new_value(self) -> int:
         """Return the id of a new value."""
@@ -119,6 +131,29 @@ def redistributed(
     (tensor.no_grad_versions if tensor.grad and not grad else tensor.versions)[spec] = out
     if assignment.checkpoints:
         assignment.checkpoints[-1].append((tensor, spec))
+    return out
+
+
+def extended(
+    assignment: Assignment, tensor: TensorVersions, halo: Program, topology: Topology, *, grad: bool
+) -> int:
+    """Return the id of the tensor's value with shards extended to windows.
+
+    Args:
+        assignment: the lines; if no line extends it so yet, one is added.
+        tensor: the tensor.
+        halo: the halo exchange, from one of its layouts.
+        topology: the topology to cost programs on.
+        grad: the grad mode.
+    """
+    tracked = grad and tensor.grad
+    for key in (halo, True), (halo, tracked):
+        if key in tensor.windows:
+            return tensor.windows[key]
+    source = redistributed(assignment, tensor, halo.src, topology, grad=grad)
+    out = tensor.windows[halo, tracked] = assignment.add_halo(source, halo, topology, grad=tracked)
+    if assignment.checkpoints:
+        assignment.checkpoints[-1].append((tensor, halo))
     return out
 
 

@@ -73,7 +73,7 @@ def _rank_call(
     nested = not line.single and not _returns_flat(strategy)
     if local is None and not nested:
         return op, line.args, line.kwargs
-    context = local_call.RankContext(rank, strategy.in_specs, strategy.out_specs)
+    context = local_call.RankContext(rank, strategy.in_specs, strategy.computed_specs)
     if isinstance(local, local_call.LocalRewrite) and not nested:
         call = local.call(op, line.args, line.kwargs, context)
         if call is not None:
@@ -238,7 +238,7 @@ def _prepare_call(line: Line, rank: int) -> RankCall:
     if isinstance(function, OpOverload):
         function = builtin_of(function)
     run = function.run if isinstance(function, _NamedFunction) else function
-    spec = line.strategy.out_specs[0] if line.single else None
+    spec = line.strategy.computed_specs[0] if line.single else None
     expected = None if spec is None else (spec.local_shape(rank), spec.dtype)
     return run, tuple(args), dict(kwargs), expected
 

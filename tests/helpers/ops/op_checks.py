@@ -26,7 +26,6 @@ from fshard.ops.propagate.propagate import call_and_tree, overload_of, rule_of
 from fshard.ops.strategy.axis_roles import Role, factor_sizes, roles_of
 from fshard.ops.strategy.local_call import flat, run_local
 from fshard.ops.strategy.strategy import Layouts, Strategy
-from fshard.plan.redistribute import redistribute
 from fshard.program.cost.topology import Topology
 
 MESHES = (Mesh(x=2), Mesh(x=3))
@@ -162,20 +161,28 @@ def check_values(strategy: Strategy, args: Sequence[Any], kwargs: Mapping[str, A
                  tensors: Sequence[torch.Tensor], expected: Sequence[Any]) -> str:  # fmt: skip
     """Return an error text for the results of a strategy, empty if they are right."""
     mesh = strategy.in_specs[0].mesh
-    shards = [
-        shards_of(t, s, i) for i, (t, s) in enumerate(zip(tensors, strategy.in_specs, strict=True))
-    ]
+    shards = [shards_of(*row, i) for i, row in enumerate(
+        zip(tensors, strategy.shard_specs, strict=True))]  # fmt: skip
+    shards = [halo(x) if halo else x for x, halo in zip(shards, strategy.in_halos, strict=True)]
     outputs = []
     for rank, local in zip(mesh.ranks, zip(*shards, strict=True), strict=True):
         outputs.append(run_local(strategy, rank, *fill_call(args, kwargs, torch.Tensor, local)))
     for i, (spec, full) in enumerate(zip(strategy.out_specs, expected, strict=True)):
         if spec is None:
             continue
-        unsharded = fs.unshard(Sharded(tuple(x[i] for x in outputs), spec))
+        unsharded = _unsharded(strategy, outputs, i)
         wrong = difference(unsharded, full)
         if wrong:
             return f"{_named(strategy)}: result {i} as {spec}: {wrong}"
     return ""
+
+
+def _unsharded(strategy: Strategy, outputs: Sequence[Sequence[Any]], index: int) -> torch.Tensor:
+    """Return the global tensor of a result, from the results of all ranks."""
+    spec, halo = strategy.out_specs[index], strategy.out_halos[index]
+    assert spec is not None
+    local = tuple(tensors[index] for tensors in outputs)
+    return fs.unshard(Sharded(halo(local) if halo else local, spec))
 
 
 class _Gradients:
@@ -209,18 +216,20 @@ class _Gradients:
         if self.expected is None:
             return ""
         locals_ = [
-            redistribute(src, dst)(fs.shard(x, src).local)
-            for x, src, dst in zip(self.leaves, strategy.sources, strategy.in_specs, strict=True)
+            prog(fs.shard(x, prog.src).local)
+            for x, prog in zip(self.leaves, strategy.programs, strict=True)
         ]
         outputs = [
             run_local(strategy, rank, *fill_call(self.args, self.kwargs, torch.Tensor, shards))
             for rank, shards in zip(strategy.in_specs[0].mesh.ranks, zip(*locals_, strict=True),
                                     strict=True)
         ]  # fmt: skip
-        gradients = self.of([
-            None if weights is None else fs.unshard(Sharded(tuple(x[i] for x in outputs), spec))
-            for i, (spec, weights) in enumerate(zip(strategy.out_specs, self.weights, strict=True))
-        ])  # fmt: skip
+        gradients = self.of(
+            [
+                None if weights is None else _unsharded(strategy, outputs, i)
+                for i, weights in enumerate(self.weights)
+            ]
+        )
         for i, expected in enumerate(self.expected):
             actual = torch.zeros_like(expected) if gradients is None else gradients[i]
             wrong = difference(actual, expected)

@@ -1,13 +1,13 @@
 """Rules of operations that move dims, or elements along dims.
 
-permute, transpose, t, mT, swapaxes, movedim, flip, fliplr, roll, rot90, channel_shuffle.
+permute, transpose, t, mT, swapaxes, movedim, flip, fliplr, rot90, channel_shuffle.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fshard.ops.core.builders import normalize_dims, wrap_dim
+from fshard.ops.core.builders import wrap_dim
 from fshard.ops.core.call import Meta, OpCall, base_name, dry_run
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Rule
@@ -36,18 +36,6 @@ def flip(call: OpCall) -> Rule:
     dims = call.args[1] if fixed is None and call.args[1:] else call.kwargs.get("dims", fixed)
     flipped = [wrap_dim(dim, ndim) for dim in dims or ()]
     return moved_dims_rule(call, range(ndim), permuted=_nontrivial(call, flipped))
-
-
-@register_rule("roll")
-def roll(call: OpCall) -> Rule:
-    """Rule of `roll`; without dims the flattened tensor is rolled. A full turn moves nothing."""
-    x, dims_arg = call.operands[0], call.get("dims")
-    ndim, shifts = x.ndim, call.get("shifts")
-    dims: Iterable[int] = normalize_dims(dims_arg, ndim)
-    if dims_arg and x.ndim:
-        pairs = zip(dims, shifts if isinstance(shifts, list | tuple) else [shifts], strict=True)
-        dims = [dim for dim, shift in pairs if x.shape[dim] and shift % x.shape[dim]]
-    return moved_dims_rule(call, range(ndim), permuted=_nontrivial(call, dims))
 
 
 @register_rule("rot90")

@@ -14,14 +14,13 @@ import torch
 
 from fshard._torch.operators import dereference, reference_of
 from fshard._util.errors import fail
-from fshard.ops.core.builders import all_modes, linear_modes, unread_modes, wrap_dim
+from fshard.ops.core.builders import all_modes, linear_modes, unread_modes
 from fshard.ops.core.call import OpCall, argument
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Mode, Rule
 from fshard.ops.rules.view.view_factors import (
     factor_names,
     letter_dims,
-    moved_dims_rule,
     reshape_factors,
 )
 from fshard.ops.strategy.local_call import (
@@ -30,7 +29,6 @@ from fshard.ops.strategy.local_call import (
     LocalCall,
     LocalRewrite,
     RankContext,
-    with_local_shape,
 )
 
 aten = torch.ops.aten
@@ -87,44 +85,7 @@ def shape_operand_modes(call: OpCall) -> tuple[Mode, ...]:
     )
 
 
-# -- windows -------------------------------------------------------------------------------
-
-
-def _local_unfold(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> torch.Tensor:
-    """Return adjacent windows as a dim of their own; a rank may have none."""
-    x: torch.Tensor = args[0]
-    dim = wrap_dim(argument(op, args, kwargs, "dimension"), x.ndim)
-    size = argument(op, args, kwargs, "size")
-    shape = (*x.shape[:dim], x.shape[dim] // size, size, *x.shape[dim + 1 :])
-    return x.reshape(shape).movedim(dim + 1, -1)
-
-
-@register_rule("unfold", "unfold_copy")
-def unfold(call: OpCall) -> Rule:
-    """Rule `a(bc)->abc` of `unfold`: the dim may be sharded if adjacent windows fill it."""
-    x = call.operands[0]
-    size, step = call.get("size"), call.get("step")
-    if not x.ndim:
-        return Rule(((),), (((),),), modes=all_modes(0))
-    dim, dims = wrap_dim(call.get("dimension"), x.ndim), letter_dims(x.ndim)
-    if size == step and x.shape[dim] % size == 0:
-        window_factor = factor_names(x.ndim + 1)[-1]
-        blocks = (*dims[:dim], (*dims[dim], window_factor), *dims[dim + 1 :])
-        return Rule((blocks,), ((*dims, (window_factor,)),), unsharded=frozenset({window_factor}),
-                    modes=all_modes(0),
-                    local=_local_unfold)  # fmt: skip
-    moved = [None if i == dim else i for i in range(x.ndim)]
-    return moved_dims_rule(call, [*moved, None])
-
-
-@register_rule("unfold_backward")
-def unfold_backward(call: OpCall) -> Rule:
-    """Rule of `unfold`'s gradient: windows add up along the dim, which stays unsharded."""
-    result = call.result
-    dim, dims = wrap_dim(call.get("dim"), result.ndim), letter_dims(result.ndim)
-    others = tuple(() if i == dim else factors for i, factors in enumerate(dims))
-    return Rule(((*others, ()),), (others,), modes=linear_modes(0),
-                local=with_local_shape("input_sizes"))  # fmt: skip
+# -- blocks --------------------------------------------------------------------------------
 
 
 def _local_pixel_shuffle(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> torch.Tensor:

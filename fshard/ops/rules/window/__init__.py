@@ -1,5 +1,12 @@
-"""Rules of operations whose elements read windows of spatial dims.
+"""Rules of operations whose elements read windows of a dim.
 
 - `convolution`: conv1d to conv3d, transposed convolutions;
-- `pooling`: pooling, interpolation, padding, im2col, grid_sample, affine_grid.
+- `pooling`: average, maximum, adaptive and fractional pooling;
+- `interpolation`: nearest, linear, bilinear, bicubic and trilinear;
+- `padding`: constants, reflection, repetition, periodic;
+- `unfolding`: im2col and col2im;
+- `shifts`: roll, and unfold along a dim;
+- `grids`: grid_sample, affine_grid;
+- `window_dims`: factors, windows and local spans of spatial dims;
+- `taps`: local weighted sums of a few elements along a dim.
 """

@@ -1,7 +1,7 @@
 """Rules of convolutions: conv1d to conv3d, transposed ones, conv_tbc, and their gradients.
 
 Batch, groups and channels may be sharded; input channels are summed, and the bias is counted
-once. Spatial dims may be sharded between windows that do not overlap, as those of patches.
+once. Spatial dims may be sharded: each rank reads the window of its part of the result.
 """
 
 from __future__ import annotations
@@ -16,8 +16,22 @@ from fshard.ops.core.builders import linear_modes
 from fshard.ops.core.call import Meta, OpCall, argument
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Rule
+from fshard.ops.core.windows import Window
 from fshard.ops.rules.letters import bias_modes, letters
-from fshard.ops.rules.shard_call import ShardCall, has_empty_shard, zeros_with_grad
+from fshard.ops.rules.shard_call import (
+    ShardCall,
+    call_with,
+    has_empty_shard,
+    zeros_with_grad,
+)
+from fshard.ops.rules.window.window_dims import (
+    Span,
+    SpatialFactors,
+    Windows,
+    padded,
+    spans,
+    spatial_value,
+)
 from fshard.ops.strategy.local_call import Args, Kwargs, LocalCall, RankContext, with_argument
 
 aten = torch.ops.aten
@@ -34,73 +48,92 @@ WITHOUT_GROUPS = (
 )  # fmt: skip
 
 
-def windows_tile(call: OpCall, dim: int, size: int, kernel: int) -> bool:
-    """Return True if windows of size `kernel` along the spatial dim `dim` tile the dim.
+@dataclass(frozen=True, slots=True)
+class _Spatial:
+    """One spatial dim of a convolution: stride, extent of a window less one, padding of both ends.
 
-    Every element of a dim of `size` is then in exactly one window. The arguments stride, padding,
-    output_padding and dilation are read; a number or a list of one is for all dims.
+    The padding of a transposed convolution is what its result is cropped by.
     """
 
-    def value(name: str, default: int) -> int | str:
-        values = call.get(name) if call.has(name) else default
-        if isinstance(values, list | tuple):
-            values = values[dim if len(values) > 1 else 0] if values else default
-        return default if values is None else values
+    stride: int
+    extent: int
+    before: int
+    after: int
 
-    padding = value("padding", 0)
-    return (
-        kernel > 0
-        and size % kernel == 0
-        and value("stride", kernel) == kernel
-        and (padding in (0, "valid") or (padding == "same" and kernel == 1))
-        and value("output_padding", 0) == 0
-        and (value("dilation", 1) == 1 or kernel == 1)
-    )
+    @staticmethod
+    def of(call: OpCall, dim: int, kernel: int) -> _Spatial:
+        """Return the numbers of one dim of a call."""
+        extent = spatial_value(call, "dilation", dim, 1) * (kernel - 1)
+        padding = call.get("padding") if call.has("padding") else 0
+        if isinstance(padding, str):
+            before = extent // 2 if padding == "same" else 0
+            after = extent - before if padding == "same" else 0
+        else:
+            before = after = spatial_value(call, "padding", dim, 0)
+        return _Spatial(spatial_value(call, "stride", dim, 1), extent, before, after)
+
+    def window(self, names: tuple[str, str], read: int, made: int, transposed: bool) -> Window:
+        """Return the window of a dim of `read` elements, `made` of the result."""
+        if not transposed:
+            low = -self.before
+            return Window(*names[::-1], made, read, self.stride, low, low + self.extent)
+        low = self.before - self.extent + self.stride - 1
+        return Window(*names[::-1], made, read, 1, low, self.before, per=self.stride)
+
+    @property
+    def is_pointwise(self) -> bool:
+        """True if each element of the result is computed of the element at its place."""
+        return (self.stride, self.extent, self.before, self.after) == (1, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class _ConvDims:
-    """Dims of a convolution's input, weight, bias and result, and the factors inside windows."""
+    """Dims of a convolution's input, weight, bias and result, its windows, and kernel factors."""
 
     x: Dims
     weight: Dims
     bias: Dims
     result: Dims
-    unsharded: frozenset[str]
+    kernel: frozenset[str]
+    slices: tuple[Window, ...]
+    local: _LocalWindows
 
 
-def _dims(call: OpCall, x: Meta, weight: Meta, groups: int) -> _ConvDims:
-    """Return dims as in `n(gc)s,(go)ck->n(go)s`; `g` only with several groups.
+def _dims(call: OpCall, x: Meta, weight: Meta, result: Meta, groups: int) -> _ConvDims:
+    """Return dims as in `n(gc)s,(go)ck->n(go)t`; `g` only with several groups.
 
-    A spatial dim with tiling windows is a product of windows, major, and elements in each.
+    Spatial dims of the result are windows of those of the input.
     """
-    spatial, transposed = weight.ndim - 2, _transposed(call)
-    names = letters(2 * spatial, "cgnok")
-    window_dims: list[tuple[str, ...]] = []
-    outer_dims: list[tuple[str, ...]] = []
-    kernel: list[tuple[str, ...]] = []
-    for i in range(spatial):
-        size, width = x.shape[x.ndim - spatial + i], weight.shape[2 + i]
-        # A transposed convolution writes the window that a convolution reads.
-        tiles = windows_tile(call, i, size * width if transposed else size, width)
-        inner = (names[spatial + i],) if tiles and width > 1 else ()
-        outer_dims.append((names[i],) if tiles else ())
-        window_dims.append(outer_dims[-1] + inner)
-        kernel.append(inner)
+    count, transposed = weight.ndim - 2, _transposed(call)
+    names = letters(3 * count, "cgnok")
+    numbers = tuple(_Spatial.of(call, i, weight.shape[2 + i]) for i in range(count))
+    windows: Windows = tuple(
+        None
+        if spatial.is_pointwise and x.shape[i - count] == result.shape[i - count]
+        else spatial.window((names[i], names[count + i]), x.shape[i - count],
+                            result.shape[i - count], transposed)
+        for i, spatial in enumerate(numbers)
+    )  # fmt: skip
+    factors = SpatialFactors.of(windows, names)
+    kernel = tuple((names[2 * count + i],) if windows[i] else () for i in range(count))
     g = ("g",) if groups > 1 else ()
     ins, outs = (*g, "c"), (*g, "o")
     batch = (("n",),) if x.ndim == weight.ndim else ()
-    sides = (outer_dims, window_dims) if transposed else (window_dims, outer_dims)
     weight_dims = (ins, ("o",), *kernel) if transposed else (outs, ("c",), *kernel)
-    unsharded = frozenset(f for dim in kernel for f in dim)
-    result = (*batch, outs, *sides[1])
-    return _ConvDims((*batch, ins, *sides[0]), weight_dims, (outs,), result, unsharded)
+    return _ConvDims(
+        (*batch, ins, *factors.read), weight_dims, (outs,), (*batch, outs, *factors.made),
+        frozenset(f for dim in kernel for f in dim), factors.windows,
+        _LocalWindows(windows, numbers, transposed),
+    )  # fmt: skip
 
 
 def _transposed(call: OpCall) -> bool:
     if call.has("transposed"):
         return bool(call.get("transposed"))
     return "transpose" in schema_of(call.op).name
+
+
+# -- local calls ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,20 +156,99 @@ class _SetGroups:
         return with_argument(*call, "groups", channels // weight[1])
 
 
+Pairs = list[tuple[int, int]]
+"""Elements before and after each spatial dim."""
+
+
+@dataclass(frozen=True, slots=True)
+class _LocalWindows:
+    """Rewrite: pad the window of this rank, or crop the result of a transposed convolution of it.
+
+    The padding of a sharded dim becomes that of the window, which is that of the dim at its ends.
+    """
+
+    windows: Windows
+    numbers: tuple[_Spatial, ...]
+    transposed: bool
+
+    def __call__(self, call: LocalCall, ctx: RankContext) -> LocalCall:
+        """Return the rewritten call."""
+        made = ctx.results[0]
+        assert made is not None
+        parts = spans(self.windows, made, ctx.rank)
+        if not any(parts):
+            return call
+        if self.transposed:
+            return self._cropped(call, parts)
+        pairs = [
+            (n.before, n.after) if part is None else (part.reach.before, part.reach.after)
+            for part, n in zip(parts, self.numbers, strict=True)
+        ]
+        op, args, kwargs = call
+        if isinstance(argument(*call, "padding"), str):
+            op = getattr(aten, f"conv{len(parts)}d").default
+        symmetric = [before if before == after else 0 for before, after in pairs]
+        rest = [(0, 0) if pair[0] == pair[1] else pair for pair in pairs]
+        return with_argument(op, (padded(args[0], rest), *args[1:]), kwargs, "padding", symmetric)
+
+    def frames(self, parts: tuple[Span | None, ...]) -> Pairs:
+        """Return for each dim the elements by which a result exceeds that of the bare window.
+
+        A transposed convolution of a window without padding makes elements from `start * stride -
+        padding` of the global result on; negative numbers are those to crop.
+        """
+        pairs: Pairs = []
+        for part, n in zip(parts, self.numbers, strict=True):
+            if part is None:
+                pairs.append((0, 0))
+                continue
+            start, stop = part.reach.start, part.reach.stop
+            first = start * n.stride - n.before
+            end = first + (stop - start - 1) * n.stride + n.extent + 1
+            pairs.append((first - part.start, part.stop - end))
+        return pairs
+
+    def bare(self, call: LocalCall, parts: tuple[Span | None, ...]) -> LocalCall:
+        """Return the call of a transposed convolution without padding along sharded dims."""
+        for name in ("padding", "output_padding"):
+            values = argument(*call, name)
+            listed = list(values) * (1 if len(values) > 1 else len(parts))
+            kept = [0 if part else value for part, value in zip(parts, listed, strict=True)]
+            call = with_argument(*call, name, kept)
+        return call
+
+    def _cropped(self, call: LocalCall, parts: tuple[Span | None, ...]) -> LocalCall:
+        pairs = self.frames(parts)
+        op, args, kwargs = self.bare(call, parts)
+
+        def run(*args: Any, **kwargs: Any) -> torch.Tensor:
+            bias = argument(op, args, kwargs, "bias")
+            if bias is None:
+                return padded(op(*args, **kwargs), pairs)
+            out = padded(call_with(op, args, kwargs, bias=None), pairs)
+            result: torch.Tensor = out + bias.view(-1, *[1] * len(parts))
+            return result
+
+        return run, args, kwargs
+
+
 @register_rule(*WITH_GROUPS, *WITHOUT_GROUPS)
 def convolution(call: OpCall) -> Rule:
-    """Rule `nc11,oc11,o->no11` of convolutions; groups are sharded with their channels."""
+    """Rule `ncbd,ocij->noef` of convolutions; groups are sharded with their channels.
+
+    Spatial dims of the result are windows of those of the input.
+    """
     x, weight = call.operands[0], call.operands[1]
     groups = call.get("groups") if call.has("groups") else 1
-    dims, bias = _dims(call, x, weight, groups), call.operand_index("bias")
+    dims, bias = _dims(call, x, weight, call.result, groups), call.operand_index("bias")
     operands = [dims.x, dims.weight] + ([dims.bias] if bias is not None else [])
     channel = x.ndim - weight.ndim + 1
     changes = (_SetGroups(0, 1, channel, _transposed(call)),) if groups > 1 else ()
     once = () if bias is None else (bias,)
     return Rule(
-        tuple(operands), (dims.result,), (("c", "sum"),), dims.unsharded,
+        tuple(operands), (dims.result,), (("c", "sum"),), dims.kernel,
         modes=linear_modes(0, 1) if bias is None else bias_modes(bias, (0, 1)),
-        local=ShardCall(once, changes, once_dim=channel),
+        local=ShardCall(once, (*changes, dims.local), once_dim=channel), slices=dims.slices,
     )  # fmt: skip
 
 
@@ -157,22 +269,47 @@ class _LocalConvBackward:
 
     parts: ShardCall
     channel: int
+    windows: _LocalWindows
 
     def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
         """Run the operation on one rank."""
-        gradients = list(self.parts(op, *self._resized(op, args, kwargs, ctx), ctx))
+        spanned = spans(self.windows.windows, ctx.operands[0], ctx.rank)
+        resized = self._resized(op, args, kwargs, ctx)
+        gradients = self._of_windows(op, *resized, ctx, spanned)
         x, bias = ctx.operands[1], ctx.results[2]
         if bias is None:
             return gradients
-        if has_empty_shard(ctx):
-            # Without input channels only the bias has a gradient.
+        if has_empty_shard(ctx) or any(spanned):
+            # Without input only the bias has a gradient; a window may not reach all results.
             grad = argument(op, args, kwargs, "grad_output")
-            gradients[2] = gradients[2] + grad.sum(
-                [d for d in range(grad.ndim) if d != self.channel]
-            )
+            gradients[2] = grad.sum([d for d in range(grad.ndim) if d != self.channel])
         coords, groups = x.mesh.coords(ctx.rank), bias.partition.dims[0]
         later = [a for a in x.partition.dims[self.channel] if a not in groups and coords[a]]
         return [*gradients[:2], zeros_with_grad(gradients[2]) if later else gradients[2]]
+
+    def _of_windows(
+        self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext,
+        spanned: tuple[Span | None, ...],
+    ) -> list[Any]:  # fmt: skip
+        """Return the gradients of one rank's window, of the weight and of the bias."""
+        if not any(spanned) or has_empty_shard(ctx):
+            return list(self.parts(op, args, kwargs, ctx))
+        if self.windows.transposed:
+            grad = argument(op, args, kwargs, "grad_output")
+            frame = [(-before, -after) for before, after in self.windows.frames(spanned)]
+            call = self.windows.bare((op, tuple(args), dict(kwargs)), spanned)
+            call = with_argument(*call, "grad_output", padded(grad, frame))
+            return list(self.parts(*call, ctx))
+        x = argument(op, args, kwargs, "input")
+        pairs = [part.reach[2:] if part else (0, 0) for part in spanned]
+        sides = zip(spanned, self.windows.numbers, strict=True)
+        padding = [0 if part else numbers.before for part, numbers in sides]
+        call = with_argument(op, args, kwargs, "padding", padding)
+        call = with_argument(*call, "input", padded(x, pairs))
+        gradients = list(self.parts(*call, ctx))
+        if gradients[0] is not None:
+            gradients[0] = padded(gradients[0], [(-before, -after) for before, after in pairs])
+        return gradients
 
     def _resized(
         self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext
@@ -189,7 +326,7 @@ class _LocalConvBackward:
 def convolution_backward(call: OpCall) -> Rule:
     """Rule of the gradients of input, weight and bias, each summed over the factors it lacks."""
     x, weight, groups = call.operands[1], call.operands[2], call.get("groups")
-    dims = _dims(call, x, weight, groups)
+    dims = _dims(call, x, weight, call.operands[0], groups)
     channel = x.ndim - weight.ndim + 1
     gradient_dims = (dims.x, dims.weight, dims.bias)
     results = tuple(
@@ -203,9 +340,10 @@ def convolution_backward(call: OpCall) -> Rule:
     return Rule(
         (dims.result, dims.x, dims.weight), results,
         tuple(sorted((f, "sum") for f in seen if f != "g")),
-        dims.unsharded,
+        dims.kernel,
         modes=linear_modes(0, results=3),
-        local=_LocalConvBackward(ShardCall(rewrites=changes), channel),
+        local=_LocalConvBackward(ShardCall(rewrites=changes), channel, dims.local),
+        slices=dims.slices,
     )  # fmt: skip
 
 

@@ -1,330 +1,453 @@
-"""Rules of pooling, interpolation, padding, im2col, col2im, grid_sample and affine_grid.
+"""Rules of pooling by windows and adaptive pooling, and their gradients.
 
-Batch and channels may be sharded. Spatial dims may be sharded only between windows that tile
-them; other windows read elements of other ranks.
+Batch and channels may be sharded, and spatial dims: each rank pools the window of its part of the
+result. Of fractional pooling and unpooling spatial dims stay unsharded.
 """
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from fshard.ops.core.builders import all_modes, is_inexact, kind_modes, linear_modes
-from fshard.ops.core.call import Meta, OpCall, argument, base_name
-from fshard.ops.core.registry import register_rule
-from fshard.ops.core.rule import Dims, Mode, Rule, Slice
-from fshard.ops.rules.letters import letters, text_dims
-from fshard.ops.rules.window.convolution import windows_tile
-from fshard.ops.rules.shard_call import SetLocalShape, ShardCall
-from fshard.ops.strategy.local_call import (
-    Args,
-    Kwargs,
-    LocalCall,
-    LocalRewrite,
-    RankContext,
-    with_argument,
+from fshard.ops.core.builders import is_inexact, kind_modes, linear_modes
+from fshard.ops.core.call import Meta, OpCall, argument, base_name, schema_arguments
+from fshard.ops.core.registry import register_decomposition, register_rule
+from fshard.ops.core.rule import Dims, Rule
+from fshard.ops.core.windows import Window
+from fshard.ops.rules.letters import letters
+from fshard.ops.rules.shard_call import ShardCall, call_with, has_empty_shard, zero_results
+from fshard.ops.rules.window.window_dims import (
+    Span,
+    SpatialFactors,
+    Windows,
+    padded,
+    per_plane,
+    planes,
+    spans,
+    spatial_dims,
+    spatial_value,
 )
+from fshard.ops.strategy.local_call import Args, Kwargs, LocalCall, RankContext, with_argument
 
 aten = torch.ops.aten
 
-LINEAR = """
-    avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
-    _adaptive_avg_pool2d _adaptive_avg_pool3d upsample_linear1d upsample_bilinear2d
-    upsample_trilinear3d upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa
-    _upsample_lanczos2d_aa
-    reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d
-    replication_pad3d max_unpool2d max_unpool3d
-"""
-"""Operations linear in their first operand."""
-NEAREST = """
-    upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d
-    _upsample_nearest_exact2d _upsample_nearest_exact3d
-"""
+AVERAGES = "avg_pool1d avg_pool2d avg_pool3d"
 MAXIMA = """
     max_pool1d max_pool2d max_pool3d max_pool1d_with_indices max_pool2d_with_indices
-    max_pool3d_with_indices adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d
-    fractional_max_pool2d fractional_max_pool3d
+    max_pool3d_with_indices
 """
-
-
-def spatial_dims(call: OpCall) -> int:
-    """Return the number of spatial dims in the operation's name."""
-    match = re.search(r"([123])d", base_name(call.op))
-    assert match is not None
-    return int(match[1])
-
-
-def planes(meta: Meta, spatial: int) -> Dims:
-    """Return the factors of the dims before the spatial ones; channels are the last of them."""
-    lead = meta.ndim - spatial
-    return text_dims("nc"[max(2 - lead, 0) :][:lead]) + ((),) * spatial
-
-
-def per_plane(call: OpCall, modes: tuple[Mode, ...] = ()) -> Rule:
-    """Return the rule `nc11->nc11` of an operation on each plane: spatial dims stay unsharded."""
-    spatial = spatial_dims(call)
-    lead = call.operands[0].ndim - spatial
-    first = planes(call.operands[0], spatial)[:lead]
-    dims = [(first + ((),) * max(meta.ndim - lead, 0)) for meta in call.operands]
-    results = tuple(
-        None if meta is None else first + ((),) * (meta.ndim - lead) for meta in call.results
-    )
-    return Rule(tuple(dims), results, modes=modes, local=ShardCall())
-
-
-WINDOWED = ("avg_pool1d", "avg_pool2d", "avg_pool3d", "max_pool1d", "max_pool2d", "max_pool3d")
-
-
-def windowed(call: OpCall, modes: tuple[Mode, ...]) -> Rule:
-    """Return `per_plane` with spatial dims that may be sharded between tiling windows."""
-    x, spatial, kernel = call.operands[0], spatial_dims(call), call.get("kernel_size")
-    names = letters(2 * spatial, "cn")
-    lead = planes(x, spatial)[: x.ndim - spatial]
-    operand_dims: list[tuple[str, ...]] = []
-    result_dims: list[tuple[str, ...]] = []
-    for i in range(spatial):
-        width = kernel[i if len(kernel) > 1 else 0]
-        tiles = windows_tile(call, i, x.shape[x.ndim - spatial + i], width)
-        operand_dims.append((names[i], names[spatial + i]) if tiles else ())
-        result_dims.append((names[i],) if tiles else ())
-    inner = frozenset(f for dim in operand_dims for f in dim[1:])
-    return Rule(((*lead, *operand_dims),), ((*lead, *result_dims),), unsharded=inner, modes=modes,
-                local=ShardCall())  # fmt: skip
-
-
-MAX_SCALE = 32
-"""Maximum scale; PyTorch computes source indices in float32, wrong from a scale of 41 on."""
-
-
-@register_rule(*NEAREST.split())
-def upsample_nearest(call: OpCall) -> Rule:
-    """Rule of nearest-neighbour upsampling: dims may be sharded if all elements repeat equally."""
-    x, result_meta, spatial = call.operands[0], call.result, spatial_dims(call)
-    names = letters(2 * spatial, "cn")
-    operand_dims: list[tuple[str, ...]] = []
-    result_dims: list[tuple[str, ...]] = []
-    for i in range(spatial):
-        size, larger = x.shape[i - spatial], result_meta.shape[i - spatial]
-        is_multiple = size > 0 and larger % size == 0 and larger // size <= MAX_SCALE
-        is_multiple = is_multiple and _scales_as(call, i, larger, size)
-        operand_dims.append((names[i],) if is_multiple else ())
-        result_dims.append((names[i], names[spatial + i]) if is_multiple else ())
-    lead = planes(x, spatial)[: x.ndim - spatial]
-    inner = frozenset(f for dim in result_dims for f in dim[1:])
-    return Rule(((*lead, *operand_dims),), ((*lead, *result_dims),), unsharded=inner,
-                modes=all_modes(0),
-                local=ShardCall(rewrites=(_SetOutputSize(spatial),)))  # fmt: skip
-
-
-def _scales_as(call: OpCall, dim: int, larger: int, size: int) -> bool:
-    """Return True if a scale argument of a dim agrees with the sizes."""
-    if call.has("scale_factors"):
-        scales = call.get("scale_factors")
-    else:
-        names = ("scales_d", "scales_h", "scales_w") if call.has("scales_h") else ("scales",)
-        scales = [call.get(name) for name in names if call.has(name)]
-    return not scales or scales[dim] is None or scales[dim] * size == larger
 
 
 @dataclass(frozen=True, slots=True)
-class _SetOutputSize:
-    """Rewrite: set `output_size` to the rank's size."""
+class _Pool:
+    """Numbers of one spatial dim of a pooling operation, of `size` elements."""
 
-    spatial: int
+    size: int
+    kernel: int
+    stride: int
+    padding: int
+    dilation: int
+
+    @staticmethod
+    def of(call: OpCall, dim: int, size: int) -> _Pool:
+        """Return the numbers of one dim of a call."""
+        kernel = spatial_value(call, "kernel_size", dim, 1)
+        return _Pool(size, kernel, spatial_value(call, "stride", dim, kernel),
+                     spatial_value(call, "padding", dim, 0),
+                     spatial_value(call, "dilation", dim, 1))  # fmt: skip
+
+    def window(self, name: str, of: str, length: int) -> Window:
+        """Return the window of a result of `length` elements."""
+        low, extent = -self.padding, self.dilation * (self.kernel - 1)
+        return Window(name, of, length, self.size, self.stride, low, low + extent)
+
+    def counts(self, span: Span, padding: bool) -> list[int]:
+        """Return the number of elements that each average of a span divides by."""
+        starts = [i * self.stride - self.padding for i in range(span.start, span.stop)]
+        if padding:
+            return [min(x + self.kernel, self.size + self.padding) - x for x in starts]
+        return [min(x + self.kernel, self.size) - max(x, 0) for x in starts]
+
+
+def _pools(call: OpCall, x: Meta, made: Meta) -> tuple[tuple[_Pool, ...], Windows, SpatialFactors]:
+    """Return numbers, windows and factors of the spatial dims of a call on `x`."""
+    count = spatial_dims(call)
+    names = letters(2 * count, "cn")
+    pools = tuple(_Pool.of(call, i, x.shape[i - count]) for i in range(count))
+    windows = tuple(
+        pool.window(names[count + i], names[i], made.shape[i - count])
+        for i, pool in enumerate(pools)
+    )
+    return pools, windows, SpatialFactors.of(windows, names)
+
+
+@dataclass(frozen=True, slots=True)
+class _LocalPool:
+    """Local pooling of a window, padded by `value` where it is at an end of the dim."""
+
+    windows: Windows
+    pools: tuple[_Pool, ...]
+
+    def windowed(
+        self, call: LocalCall, x: str, parts: Sequence[Span | None], value: float
+    ) -> LocalCall:
+        """Return the call on the padded window, without padding along sharded dims."""
+        pairs = [part.reach[2:] if part else (0, 0) for part in parts]
+        padding = [0 if part else p.padding for part, p in zip(parts, self.pools, strict=True)]
+        call = with_argument(*call, x, padded(argument(*call, x), pairs, value))
+        return with_argument(*call, "padding", padding)
+
+
+@dataclass(frozen=True, slots=True)
+class _LocalAverage(_LocalPool):
+    """Rewrite: average the padded window, and correct the counts at the ends of the dim."""
 
     def __call__(self, call: LocalCall, ctx: RankContext) -> LocalCall:
         """Return the rewritten call."""
-        if argument(*call, "output_size") is None:
+        made = ctx.results[0]
+        assert made is not None
+        parts = spans(self.windows, made, ctx.rank)
+        if not any(parts):
             return call
-        return with_argument(*call, "output_size", list(ctx.shape()[-self.spatial :]))
+        weight = self.weight(call, parts, call[1][0])
+        op, args, kwargs = self.windowed(call, "self", parts, 0.0)
+        if weight is None:
+            return op, args, kwargs
+        return (lambda *args, **kwargs: op(*args, **kwargs) * weight), args, kwargs
+
+    def weight(
+        self, call: LocalCall, parts: Sequence[Span | None], like: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Return the quotients of the kernel's size and the counts, None where all are 1."""
+        op, args, kwargs = call
+        names = [parameter.name for parameter in schema_arguments(op)]
+        if "divisor_override" in names and argument(op, args, kwargs, "divisor_override"):
+            return None
+        padding = argument(op, args, kwargs, "count_include_pad")
+        weight = None
+        for i, (part, pool) in enumerate(zip(parts, self.pools, strict=True)):
+            counts = pool.counts(part, padding) if part else [pool.kernel]
+            if any(count != pool.kernel for count in counts):
+                shape = [-1 if dim == i else 1 for dim in range(len(parts))]
+                row = like.new_tensor([pool.kernel / count for count in counts]).view(shape)
+                weight = row if weight is None else weight * row
+        return weight
 
 
-@register_rule(*LINEAR.split())
-def linear_in_plane(call: OpCall) -> Rule:
-    """Rule of operations linear in the tensor they read, unless they divide integers."""
-    moves = any(word in base_name(call.op) for word in ("pad", "unpool"))
-    modes = linear_modes(0) if moves or is_inexact(call.operands[0]) else ()
-    return windowed(call, modes) if base_name(call.op) in WINDOWED else per_plane(call, modes)
+@register_rule(*AVERAGES.split())
+def avg_pool(call: OpCall) -> Rule:
+    """Rule `ncbd->ncef` of average pooling: `e` and `f` are windows of `b` and `d`."""
+    x = call.operands[0]
+    if not is_inexact(x):
+        return per_plane(call)
+    pools, windows, factors = _pools(call, x, call.result)
+    lead = planes(x, len(pools))
+    return Rule(((*lead, *factors.read),), ((*lead, *factors.made),), modes=linear_modes(0),
+                local=ShardCall(rewrites=(_LocalAverage(windows, pools),)),
+                slices=factors.windows)  # fmt: skip
+
+
+def lowest(dtype: torch.dtype) -> float:
+    """Return the value that is below all others."""
+    return -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
+
+
+def global_indices(
+    local: torch.Tensor, sizes: Sequence[int], sides: Sequence[tuple[int, int]]
+) -> torch.Tensor:
+    """Return flat indices into a plane, from those into a part of it.
+
+    Args:
+        local: flat indices into the part.
+        sizes: the sizes of the part's dims.
+        sides: for each dim the position of the part in the plane, and the size of the plane.
+            Positions beyond an end, of padding, become the nearest ones that exist.
+    """
+    rest, result, scale = local, torch.zeros_like(local), 1
+    for size, (offset, full) in zip(reversed(sizes), reversed(sides), strict=True):
+        position = (rest % size + offset).clamp(0, full - 1)
+        rest, result, scale = rest // size, result + position * scale, scale * full
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class _LocalMaximum(_LocalPool):
+    """Rewrite: take maxima of the padded window; indices become those into the global plane."""
+
+    def __call__(self, call: LocalCall, ctx: RankContext) -> LocalCall:
+        """Return the rewritten call."""
+        made = ctx.results[0]
+        assert made is not None
+        parts = spans(self.windows, made, ctx.rank)
+        if not any(parts):
+            return call
+        op, args, kwargs = self.windowed(call, "self", parts, lowest(call[1][0].dtype))
+        if len(ctx.results) == 1:
+            return op, args, kwargs
+        sides = [
+            (part.reach.start - part.reach.before if part else 0, pool.size)
+            for part, pool in zip(parts, self.pools, strict=True)
+        ]
+        sizes = args[0].shape[-len(parts) :]
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            values, indices = op(*args, **kwargs)
+            return values, global_indices(indices, sizes, sides)
+
+        return run, args, kwargs
 
 
 @register_rule(*MAXIMA.split())
 def max_pool(call: OpCall) -> Rule:
-    """Rule `nc(be)(df)->ncbd` of maximum pooling with windows `ef` that tile the plane.
+    """Rule `ncbd->ncef` of maximum pooling: `e` and `f` are windows of `b` and `d`.
 
     An unreduced maximum passes, unless indices are requested.
     """
-    if base_name(call.op) in WINDOWED:
-        return windowed(call, kind_modes(0, {"max": "max"}))
-    return per_plane(call)
+    x = call.operands[0]
+    pools, windows, factors = _pools(call, x, call.result)
+    lead = planes(x, len(pools))
+    modes = kind_modes(0, {"max": "max"}) if len(call.results) == 1 else ()
+    return Rule(((*lead, *factors.read),), ((*lead, *factors.made),) * len(call.results),
+                modes=modes, local=ShardCall(rewrites=(_LocalMaximum(windows, pools),)),
+                slices=factors.windows)  # fmt: skip
 
 
-# -- padding --------------------------------------------------------------------------------
+# -- adaptive pooling -------------------------------------------------------------------------
 
-
-@dataclass(frozen=True, slots=True)
-class _LocalPad(LocalRewrite):
-    """Local padding before the dim's first element and after its last one.
-
-    `before` is the global padding in front of each dim.
-    """
-
-    before: tuple[int, ...]
-
-    def call(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> LocalCall:
-        """Return the padding by which the rank's result exceeds its operand."""
-        pairs = []
-        for dim, before in reversed(list(enumerate(self.before))):
-            begin = ctx.result_offset(dim) - before
-            end = begin + ctx.shape()[dim]
-            pairs += [ctx.offset(0, dim) - begin, end - ctx.end(0, dim)]
-        value = argument(op, args, kwargs, "value")
-        return aten.constant_pad_nd.default, (args[0], pairs, value or 0), {}
-
-
-@register_rule(aten.constant_pad_nd, aten.pad, aten._pad_enum, aten._pad_circular)  # fmt: skip
-def pad(call: OpCall) -> Rule:
-    """Rule of padding by constants, added to the first and the last shard of a dim.
-
-    Zeros are linear, other constants keep averages and extremes. Dims padded by reflection and
-    other modes stay unsharded.
-    """
-    x, pairs = call.operands[0], call.get("pad")
-    names = letters(2 * x.ndim)
-    dims: Dims = tuple((factor,) for factor in names[: x.ndim])
-    if not _is_constant(call):
-        padded_dims = range(x.ndim - len(pairs) // 2, x.ndim)
-        dims = tuple(() if dim in padded_dims else factor for dim, factor in enumerate(dims))
-        return Rule((dims,), (dims,), modes=all_modes(0), local=ShardCall())
-    padding = {x.ndim - 1 - i // 2: pairs[i : i + 2] for i in range(0, len(pairs), 2)}
-    operand_dims, result_dims, slices = list(dims), list(dims), list[Slice]()
-    for dim, (before, after) in padding.items():
-        if min(before, after) < 0:
-            operand_dims[dim] = result_dims[dim] = ()
-        elif before or after:
-            size, name = x.shape[dim], names[x.ndim + dim]
-            slices.append(Slice(name, dims[dim][0], -before, size + after))
-            result_dims[dim] = (name,)
-    value = (call.get("value") if call.has("value") else 0) or 0
-    modes = linear_modes(0, affine=value != 0) if is_inexact(x) or value == 0 else ()
-    modes += kind_modes(0, {"max": "max", "min": "min"})
-    fronts = tuple(padding[dim][0] if dim in padding else 0 for dim in range(x.ndim))
-    return Rule((tuple(operand_dims),), (tuple(result_dims),), modes=modes, local=_LocalPad(fronts),
-                slices=tuple(slices))  # fmt: skip
-
-
-def _is_constant(call: OpCall) -> bool:
-    mode = call.get("mode") if call.has("mode") else "constant"
-    return mode in ("constant", 0) and base_name(call.op) != "_pad_circular"
-
-
-# -- windows and grids ----------------------------------------------------------------------
-
-
-@register_rule(aten.im2col)
-def im2col(call: OpCall) -> Rule:
-    """Rule `nc11->n(ck)1` of `im2col`: channels are major to a window's elements."""
-    first = planes(call.operands[0], 2)[:-2]
-    result_dims = (*first[:-1], ("c", "k"), ())
-    return Rule(((*first, (), ()),), (result_dims,), unsharded=frozenset("k"),
-                modes=linear_modes(0), local=ShardCall())  # fmt: skip
-
-
-@register_rule(aten.col2im)
-def col2im(call: OpCall) -> Rule:
-    """Rule `n(ck)1->nc11` of `col2im`, which adds up columns at the positions of their windows."""
-    result = call.result
-    first = planes(result, 2)[:-2]
-    column_dims = (*first[:-1], ("c", "k"), ())
-    return Rule((column_dims,), ((*first, (), ()),), unsharded=frozenset("k"),
-                modes=linear_modes(0), local=ShardCall())  # fmt: skip
-
-
-@register_rule(aten.grid_sampler, aten.grid_sampler_2d, aten.grid_sampler_3d)
-def grid_sampler(call: OpCall) -> Rule:
-    """Rule `nc11,nhw1->nchw`: each point of a grid reads an unsharded plane."""
-    x, result_dims = sampled(call.operands[0].ndim - 2)
-    return Rule((x, (result_dims[0], *result_dims[2:], ())), (result_dims,), modes=linear_modes(0),
-                local=ShardCall())  # fmt: skip
-
-
-def sampled(spatial: int) -> tuple[Dims, Dims]:
-    """Return the dims of the sampled tensor and of the result."""
-    points = text_dims("dhw"[-spatial:])
-    return (("n",), ("c",), *((),) * spatial), (("n",), ("c",), *points)
-
-
-@dataclass(frozen=True, slots=True)
-class _SetBatchSize:
-    """Rewrite: set the first of an argument of sizes to the rank's batch size."""
-
-    name: str = "size"
-
-    def __call__(self, call: LocalCall, ctx: RankContext) -> LocalCall:
-        """Return the rewritten call."""
-        sizes = argument(*call, self.name)
-        return with_argument(*call, self.name, [ctx.shape()[0], *sizes[1:]])
-
-
-@register_rule(aten.affine_grid_generator)
-def affine_grid(call: OpCall) -> Rule:
-    """Rule `na1->n11a` of `affine_grid_generator`: batch may be sharded; linear in `theta`."""
-    result_meta = call.result
-    theta: Dims = (("n",), ("a",), ())
-    return Rule((theta,), ((("n",), *((),) * (result_meta.ndim - 2), ("a",)),),
-                unsharded=frozenset("a"), modes=linear_modes(0),
-                local=ShardCall(rewrites=(_SetBatchSize(),)))  # fmt: skip
-
-
-# -- gradients ------------------------------------------------------------------------------
-
-POOL_GRADIENTS = """
-    avg_pool2d_backward avg_pool3d_backward _adaptive_avg_pool2d_backward
-    _adaptive_avg_pool3d_backward max_pool2d_with_indices_backward
-    max_pool3d_with_indices_backward adaptive_max_pool2d_backward adaptive_max_pool3d_backward
-    fractional_max_pool2d_backward reflection_pad1d_backward
-    reflection_pad2d_backward reflection_pad3d_backward replication_pad1d_backward
-    replication_pad2d_backward replication_pad3d_backward
+ADAPTIVE = """
+    adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d _adaptive_avg_pool2d
+    _adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d
 """
-UPSAMPLE_GRADIENTS = " ".join(
-    f"{name}_backward" for name in (LINEAR + NEAREST).split() if "upsample" in name
-)
 
 
-@register_rule(*POOL_GRADIENTS.split())
-def pool_backward(call: OpCall) -> Rule:
-    """Rule of pooling gradients: each plane, linear in the incoming gradient."""
+@dataclass(frozen=True, slots=True)
+class _LocalAdaptive:
+    """Local adaptive pooling: one call for each element of the result along sharded dims."""
+
+    windows: Windows
+
+    def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
+        """Run the operation on one rank."""
+        made = ctx.results[0]
+        assert made is not None
+        x, parts = args[0], spans(self.windows, made, ctx.rank)
+        if 0 in made.local_shape(ctx.rank) or has_empty_shard(ctx):
+            return zero_results(args, kwargs, ctx)
+        if not any(parts):
+            return op(*args, **kwargs)
+        sizes = list(argument(op, args, kwargs, "output_size"))
+        sizes = sizes * (len(parts) if len(sizes) == 1 else 1)
+        full = [w.size if w else x.shape[i - len(parts)] for i, w in enumerate(self.windows)]
+        return self._pooled(op, x, 0, parts, sizes, [(0, size) for size in full])
+
+    def _pooled(
+        self, op: Any, x: torch.Tensor, i: int, parts: Sequence[Span | None], sizes: list[int],
+        sides: list[tuple[int, int]],
+    ) -> Any:  # fmt: skip
+        """Return the pooled part from spatial dim `i` on; values and indices for a maximum."""
+        if i == len(parts):
+            sizes = [1 if part else size for part, size in zip(parts, sizes, strict=True)]
+            out = op(x, sizes)
+            if isinstance(out, torch.Tensor):
+                return out
+            return out[0], global_indices(out[1], x.shape[-len(parts) :], sides)
+        part, window, dim = parts[i], self.windows[i], i - len(parts)
+        if part is None or window is None:
+            return self._pooled(op, x, i + 1, parts, sizes, sides)
+        outs = []
+        for element in range(part.start, part.stop):
+            reach = window.reach(element, element + 1)
+            cell = x.narrow(dim, reach.start - part.reach.start, reach.stop - reach.start)
+            at = [*sides[:i], (reach.start, window.size), *sides[i + 1 :]]
+            outs.append(self._pooled(op, cell, i + 1, parts, sizes, at))
+        if isinstance(outs[0], torch.Tensor):
+            return torch.cat(outs, dim)
+        return tuple(torch.cat(tensors, dim) for tensors in zip(*outs, strict=True))
+
+
+def _adaptive(call: OpCall, x: Meta, made: Meta) -> tuple[Windows, SpatialFactors]:
+    """Return windows and factors of the spatial dims of an adaptive pooling of `x`."""
+    count = spatial_dims(call)
+    names, windows = letters(2 * count, "cn"), list[Window | None]()
+    for i in range(count):
+        size, length = x.shape[i - count], made.shape[i - count]
+        windows.append(Window(names[count + i], names[i], length, size, size, 0, size - 1,
+                              per=max(length, 1)))  # fmt: skip
+    return tuple(windows), SpatialFactors.of(tuple(windows), names)
+
+
+@register_rule(*ADAPTIVE.split())
+def adaptive_pool(call: OpCall) -> Rule:
+    """Rule `ncbd->ncef` of adaptive pooling: `e` and `f` are windows of `b` and `d`."""
+    x = call.operands[0]
+    windows, factors = _adaptive(call, x, call.result)
+    lead = planes(x, len(windows))
+    modes = linear_modes(0) if "avg" in base_name(call.op) and is_inexact(x) else ()
+    return Rule(((*lead, *factors.read),), ((*lead, *factors.made),) * len(call.results),
+                modes=modes, local=_LocalAdaptive(windows), slices=factors.windows)  # fmt: skip
+
+
+@register_decomposition(
+    "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "_adaptive_avg_pool2d",
+    "_adaptive_avg_pool3d",
+)  # fmt: skip
+def adaptive_averages(x: torch.Tensor, output_size: list[int]) -> torch.Tensor:
+    """Decompose adaptive averages of one element along a dim into means over the dim."""
+    count = len(output_size)
+    for i, size in enumerate(output_size):
+        if size == 1:
+            x = x.mean(i - count, keepdim=True)
+    if any(size != 1 for size in output_size):
+        pool = getattr(torch.nn.functional, f"adaptive_avg_pool{count}d")
+        x = pool(x, output_size)
+    return x
+
+
+# -- other pooling ----------------------------------------------------------------------------
+
+
+@register_rule("max_unpool2d", "max_unpool3d")
+def max_unpool(call: OpCall) -> Rule:
+    """Rule of unpooling, linear in its first operand: spatial dims stay unsharded."""
     return per_plane(call, linear_modes(0))
 
 
-@register_rule(*UPSAMPLE_GRADIENTS.split())
-def upsample_backward(call: OpCall) -> Rule:
-    """Rule of upsampling gradients: each plane; `input_size` becomes the rank's."""
-    rule = per_plane(call, linear_modes(0))
-    return replace(rule, local=ShardCall(rewrites=(SetLocalShape("input_size"),)))
+@register_rule("fractional_max_pool2d", "fractional_max_pool3d")
+def fractional_max_pool(call: OpCall) -> Rule:
+    """Rule of fractional pooling: spatial dims stay unsharded."""
+    return per_plane(call)
 
 
-@register_rule(aten.grid_sampler_2d_backward, aten.grid_sampler_3d_backward)
-def grid_sampler_backward(call: OpCall) -> Rule:
-    """Rule of `grid_sampler`'s gradients: sums over points for the input, channels for the grid."""
-    x, result_dims = sampled(call.operands[1].ndim - 2)
-    grid = (result_dims[0], *result_dims[2:], ())
-    results = tuple(
-        None if meta is None else dims for dims, meta in zip((x, grid), call.results, strict=True)
-    )
-    missing = {
-        f for dim in result_dims for f in dim
-        if any(dims is not None and dim not in dims for dims in results)
-    }  # fmt: skip
-    return Rule((result_dims, x, grid), results, tuple(sorted((f, "sum") for f in missing)),
-                modes=linear_modes(0, results=2), local=ShardCall())  # fmt: skip
+# -- gradients --------------------------------------------------------------------------------
 
 
-@register_rule(aten.affine_grid_generator_backward)
-def affine_grid_backward(call: OpCall) -> Rule:
-    """Rule of `affine_grid`'s gradient, a sum over points."""
-    points = ((),) * (call.operands[0].ndim - 2)
-    return Rule(((("n",), *points, ("a",)),), ((("n",), ("a",), ()),), unsharded=frozenset("a"),
-                modes=linear_modes(0), local=ShardCall(rewrites=(_SetBatchSize(),)))  # fmt: skip
+@register_rule("avg_pool2d_backward", "avg_pool3d_backward")
+def avg_pool_backward(call: OpCall) -> Rule:
+    """Rule of average pooling's gradient, added up where windows overlap."""
+    made, x = call.operands
+    pools, windows, factors = _pools(call, x, made)
+    lead: Dims = planes(x, len(pools))
+    read = (*lead, *factors.read)
+    return Rule(((*lead, *factors.made), read), (read,), modes=linear_modes(0),
+                local=_LocalAverageBackward(windows, pools), slices=factors.windows)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _LocalAverageBackward(_LocalAverage):
+    """Local gradient of an average of a padded window."""
+
+    def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:  # type: ignore[override]
+        """Run the operation on one rank."""
+        parts = spans(self.windows, ctx.operands[0], ctx.rank)
+        if has_empty_shard(ctx):
+            return zero_results(args, kwargs, ctx)[0]
+        call: LocalCall = op, tuple(args), dict(kwargs)
+        if not any(parts):
+            return op(*args, **kwargs)
+        grad = argument(*call, "grad_output")
+        weight = self.weight(call, parts, grad)
+        op, args, kwargs = self.windowed(call, "self", parts, 0.0)
+        if weight is not None:
+            out = call_with(op, args, kwargs, grad_output=grad * weight)
+        else:
+            out = op(*args, **kwargs)
+        pairs = [part.reach[2:] if part else (0, 0) for part in parts]
+        return padded(out, [(-before, -after) for before, after in pairs])
+
+
+@dataclass(frozen=True, slots=True)
+class _LocalMaximumBackward:
+    """Local gradient of a maximum: gradients are added to the elements that indices name."""
+
+    windows: Windows
+
+    def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
+        """Run the operation on one rank."""
+        parts = spans(self.windows, ctx.operands[0], ctx.rank)
+        if has_empty_shard(ctx):
+            return zero_results(args, kwargs, ctx)[0]
+        if not any(parts):
+            return op(*args, **kwargs)
+        grad, x, indices = args[0], args[1], argument(op, args, kwargs, "indices")
+        count = len(parts)
+        rest, flat, scale = indices, torch.zeros_like(indices), 1
+        rows = list(zip(parts, self.windows, x.shape[-count:], strict=True))
+        for part, window, size in reversed(rows):
+            full, start = (window.size, part.reach.start) if part and window else (size, 0)
+            rest, position = rest // full, rest % full - start
+            flat, scale = flat + position * scale, scale * size
+        zeros = torch.zeros_like(x, dtype=grad.dtype).flatten(-count)
+        return zeros.scatter_add(-1, flat.flatten(-count), grad.flatten(-count)).view(x.shape)
+
+
+@register_rule("max_pool2d_with_indices_backward", "max_pool3d_with_indices_backward")
+def max_pool_backward(call: OpCall) -> Rule:
+    """Rule of maximum pooling's gradient, added up where windows overlap."""
+    made, x = call.operands[:2]
+    _, windows, factors = _pools(call, x, made)
+    return _maxima_backward(call, windows, factors)
+
+
+@register_rule("adaptive_max_pool2d_backward", "adaptive_max_pool3d_backward")
+def adaptive_max_pool_backward(call: OpCall) -> Rule:
+    """Rule of an adaptive maximum's gradient, added up where windows overlap."""
+    made, x = call.operands[:2]
+    return _maxima_backward(call, *_adaptive(call, x, made))
+
+
+def _maxima_backward(call: OpCall, windows: Windows, factors: SpatialFactors) -> Rule:
+    lead = planes(call.operands[1], len(windows))
+    made, read = (*lead, *factors.made), (*lead, *factors.read)
+    return Rule((made, read, made), (read,), modes=linear_modes(0),
+                local=_LocalMaximumBackward(windows), slices=factors.windows)  # fmt: skip
+
+
+@register_rule("_adaptive_avg_pool2d_backward", "_adaptive_avg_pool3d_backward")
+def adaptive_avg_pool_backward(call: OpCall) -> Rule:
+    """Rule of an adaptive average's gradient, added up where windows overlap."""
+    made, x = call.operands
+    windows, factors = _adaptive(call, x, made)
+    lead = planes(x, len(windows))
+    read = (*lead, *factors.read)
+    return Rule(((*lead, *factors.made), read), (read,), modes=linear_modes(0),
+                local=_LocalAdaptiveBackward(windows), slices=factors.windows)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _LocalAdaptiveBackward:
+    """Local gradient of adaptive averages: each is spread over the elements that it averages."""
+
+    windows: Windows
+
+    def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
+        """Run the operation on one rank."""
+        parts = spans(self.windows, ctx.operands[0], ctx.rank)
+        if has_empty_shard(ctx):
+            return zero_results(args, kwargs, ctx)[0]
+        if not any(parts):
+            return op(*args, **kwargs)
+        grad, x = args
+        for i, (part, window) in enumerate(zip(parts, self.windows, strict=True)):
+            assert window is not None
+            dim = i - len(parts)
+            outputs, start = range(grad.shape[dim]), 0
+            if part is not None:
+                outputs, start = range(part.start, part.stop), part.reach.start
+            weights = grad.new_zeros(len(outputs), x.shape[dim])
+            for row, element in enumerate(outputs):
+                reach = window.reach(element, element + 1)
+                weights[row, reach.start - start : reach.stop - start] = 1 / (
+                    reach.stop - reach.start
+                )
+            grad = (grad.movedim(dim, -1) @ weights).movedim(-1, dim)
+        return grad
+
+
+@register_rule("fractional_max_pool2d_backward")
+def fractional_max_pool_backward(call: OpCall) -> Rule:
+    """Rule of fractional pooling's gradient: each plane, linear in the incoming gradient."""
+    return per_plane(call, linear_modes(0))

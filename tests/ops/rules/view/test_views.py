@@ -159,7 +159,7 @@ TEXTS = {
     "expand": "b1->abc",
     "repeat": "ab->ca(db)",
     "repeat_interleave": "ab->(ac)b  {c unsharded; ",
-    "roll": "ab->ab  {a permuted; ",
+    "roll": "ab->cb  {c a[i-1..i-1]; ",
     "rot90 once": "abc->bac  {b permuted; ",
     "slice": "ab->ac  {c b[2:4]; ",
     "slice by steps": "ab->ac  {c b[1:6:2]; ",
@@ -173,7 +173,7 @@ TEXTS = {
     "unbind": "ab->a,a,a  {b unsharded; ",
     "diagonal of rows": "ab->a  {b unsharded; ",
     "short diagonal": "ab->1  {a unsharded; b unsharded; ",
-    "patches": "a(bc)->abc  {c unsharded; ",
+    "patches": "ab->acd  {d unsharded; c b[3i..3i+2]; ",
     "pixel_shuffle": "a(bcd)ef->ab(ec)(fd)  {c unsharded; d unsharded; ",
     "share no border": "(ac)(db)->(ae)(fb)  {c unsharded; d unsharded; e unsharded; f unsharded; ",
 }

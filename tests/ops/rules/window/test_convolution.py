@@ -85,17 +85,16 @@ def test_two_axes() -> None:
 
 def test_rule_texts() -> None:
     assert rule_text(aten.conv2d, rand(3, 4, 5, 5), rand(6, 4, 3, 3)) == (
-        "nc11,oc11->no11  "
-        "{c sum; unreduced 0 sum; unreduced 0 avg; unreduced 1 sum; unreduced 1 avg}"
+        "ncbd,ochi->noef  "
+        "{c sum; h unsharded; i unsharded; e b[i..i+2]; f d[i..i+2]; "
+        "unreduced 0 sum; unreduced 0 avg; unreduced 1 sum; unreduced 1 avg}"
     )
-    assert rule_factors(*FORWARD["conv2d in groups"]()) == "n(gc)11,(go)c11,(go)->n(go)11"
-    assert rule_factors(*FORWARD["conv_transpose1d"]()) == "n(gc)1,(gc)o1,(go)->n(go)1"
+    assert rule_factors(*FORWARD["conv2d in groups"]()) == "n(gc)bd,(go)chi,(go)->n(go)ef"
+    assert rule_factors(*FORWARD["conv_transpose1d"]()) == "n(gc)b,(gc)oe,(go)->n(go)d"
     assert rule_factors(*FORWARD["conv2d of elements"]()) == "ncbd,oc11,o->nobd"
-    assert rule_factors(*FORWARD["conv2d of every other"]()) == "nc11,oc11->no11"
-    assert rule_factors(*FORWARD["patches"]()) == "nc(be)(df),ocef,o->nobd"
-    assert rule_factors(*FORWARD["patches with a rest"]()) == "nc1(df),oc1f->no1d"
-    assert rule_factors(*FORWARD["patches transposed"]()) == "ncbd,coef,o->no(be)(df)"
+    assert rule_factors(*FORWARD["conv2d of every other"]()) == "ncbd,ochi->noef"
+    assert "d b[i/2..(i+1)/2]" in rule_text(*FORWARD["conv_transpose1d"]())
     assert rule_text(*BACKWARD["groups"](), [True, False, True]) == (
-        "n(go)1,n(gc)1,(go)c1->n(gc)1,none,(go)  "
-        "{n sum; o sum; c sum; unreduced 0 sum; unreduced 0 avg}"
+        "n(go)d,n(gc)b,(go)ce->n(gc)b,none,(go)  "
+        "{n sum; o sum; c sum; b sum; e unsharded; d b[i-1..i+1]; unreduced 0 sum; unreduced 0 avg}"
     )

@@ -145,22 +145,22 @@ def test_gradients_of_grids(mask: list[bool]) -> None:
 
 def test_rule_texts() -> None:
     assert rule_text(aten.avg_pool2d, rand(*TWO), [2, 2], [1, 1]) == (
-        "nc11->nc11  {unreduced 0 sum; unreduced 0 avg}"
+        "ncbd->ncef  {e b[i..i+1]; f d[i..i+1]; unreduced 0 sum; unreduced 0 avg}"
     )
     assert rule_text(aten.max_pool2d, rand(*TWO), [3, 4]) == (
-        "nc(be)1->ncb1  {e unsharded; unreduced 0 max}"
+        "ncbd->ncef  {e b[3i..3i+2]; f d[4i..4i+3]; unreduced 0 max}"
     )
-    assert (
-        rule_text(aten.avg_pool1d, rand(*ONE, dtype=torch.int64), [2])
-        == "nc(bd)->ncb  {d unsharded}"
-    )
+    assert rule_text(aten.avg_pool1d, rand(*ONE, dtype=torch.int64), [2]) == "nc1->nc1"
     assert rule_text(aten.constant_pad_nd, rand(*TWO), [0, 0, 1, 1], 1.0) == (
         "bcde->bche  {h d[-1:7]; unreduced 0 avg; unreduced 0 max; unreduced 0 min}"
     )
-    assert rule_factors(*RESAMPLED["upsample_nearest2d by twice"]()) == "ncbd->nc(be)(df)"
-    assert rule_factors(*RESAMPLED["upsample_nearest2d by a fraction"]()) == "nc11->nc11"
+    twice = rule_text(*RESAMPLED["upsample_nearest2d by twice"]())
+    assert twice.startswith("ncbd->ncef  {e b[i/2..i/2]; f d[i/3..i/3]; ")
+    cubic = rule_text(*RESAMPLED["upsample_bicubic2d"]())
+    assert cubic.startswith("ncbd->ncef  {e b[(6i-9)/8..(6i+15)/8]; ")
     assert rule_text(*FORWARD["im2col"]()) == (
-        "nc11->n(ck)1  {k unsharded; unreduced 0 sum; unreduced 0 avg}"
+        "ncbd->n(ck)(ef)  "
+        "{d unsharded; k unsharded; e b[2i-1..2i]; f d[i..i+1]; unreduced 0 sum; unreduced 0 avg}"
     )
     assert rule_factors(*FORWARD["grid_sampler_3d"]()) == "nc111,ndhw1->ncdhw"
     assert rule_text(aten.grid_sampler_2d_backward, rand(2, 3, 4, 5), rand(*TWO), grid(*GRID), 0, 0,

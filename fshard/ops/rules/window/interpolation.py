@@ -1,0 +1,297 @@
+"""Rules of interpolation and its gradients: nearest, linear, bilinear, bicubic and trilinear.
+
+Batch, channels and spatial dims may be sharded: each rank reads the window of its part of the
+result. Of antialiased interpolation spatial dims stay unsharded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from fshard._torch.modes import DisableTorchFunction, without_dispatch_modes
+from fshard._util.cache import CACHE_SIZE
+from fshard.ops.core.builders import all_modes, is_inexact, linear_modes
+from fshard.ops.core.call import Meta, OpCall, argument, base_name
+from fshard.ops.core.registry import register_rule
+from fshard.ops.core.rule import Rule
+from fshard.ops.core.windows import Window
+from fshard.ops.rules.letters import letters
+from fshard.ops.rules.shard_call import (
+    SetLocalShape,
+    ShardCall,
+    has_empty_shard,
+    zero_results,
+)
+from fshard.ops.rules.window.taps import Tap, gather_taps, scatter_taps
+from fshard.ops.rules.window.window_dims import (
+    Span,
+    SpatialFactors,
+    per_plane,
+    planes,
+    spans,
+    spatial_dims,
+)
+from fshard.ops.strategy.local_call import Args, Kwargs, RankContext
+
+aten = torch.ops.aten
+
+LINEAR = "upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d"
+NEAREST = """
+    upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d
+    _upsample_nearest_exact2d _upsample_nearest_exact3d
+"""
+ANTIALIASED = "_upsample_bilinear2d_aa _upsample_bicubic2d_aa _upsample_lanczos2d_aa"
+MAX_SCALE = 32
+"""Maximum scale; PyTorch computes source indices in float32, wrong from a scale of 41 on."""
+MARGIN = 32
+"""One by the distance to an integer at which rounding may change the nearest element."""
+CUBIC = -0.75
+"""Coefficient of PyTorch's cubic convolution."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Resampling:
+    """Interpolation along one dim.
+
+    Attributes:
+        op: the operation, its overload with sizes.
+        dim: the spatial dim, of `count`.
+        count: number of spatial dims.
+        size: number of elements that are read.
+        length: number of elements of the result.
+        align: True if the centers of the first and last elements are kept in place.
+        scale: the scale as given, None if it is that of the sizes.
+    """
+
+    op: Any
+    dim: int
+    count: int
+    size: int
+    length: int
+    align: bool
+    scale: float | None
+
+    @property
+    def kind(self) -> str:
+        """Kind of the interpolation: nearest, exact, cubic or linear."""
+        name = base_name(self.op)
+        return next((word for word in ("exact", "nearest", "cubic") if word in name), "linear")
+
+    @property
+    def ratio(self) -> Fraction:
+        """Number of elements read for one of the result."""
+        if self.align:
+            return Fraction(self.size - 1, self.length - 1) if self.length > 1 else Fraction(0)
+        if self.scale:
+            return Fraction(1.0 / self.scale).limit_denominator(1 << 40)
+        return Fraction(self.size, max(self.length, 1))
+
+    @property
+    def repeats(self) -> bool:
+        """True if every element is repeated equally often: shards are computed as they are."""
+        nearest = self.kind in ("nearest", "exact")
+        return nearest and self.ratio.numerator == 1 and self.ratio.denominator <= MAX_SCALE
+
+    def window(self, name: str, of: str) -> Window:
+        """Return the window of the result along the dim."""
+        p, q = self.ratio.numerator, self.ratio.denominator
+        if self.repeats:
+            return Window(name, of, self.length, self.size, 1, per=q)
+        if self.kind in ("nearest", "exact"):
+            begin = p * MARGIN // 2 if self.kind == "exact" else 0
+            margin = 0 if q == 1 else q
+            step, low, high, anchor, per = (
+                p * MARGIN, begin - margin, begin + margin, p * MARGIN // 2, q * MARGIN,
+            )  # fmt: skip
+        else:
+            begin, per = (0, q) if self.align else (p - q, 2 * q)
+            step, anchor = per * p // q, begin + per // 2
+            low, high = (begin - per, begin + 2 * per) if self.kind == "cubic" else (
+                begin, begin + per)  # fmt: skip
+        return Window(name, of, self.length, self.size, step, low, high, anchor, per, "replicate")
+
+    def taps(self, span: Span, dtype: torch.dtype) -> list[Tap]:
+        """Return the elements that a span reads, and their weights."""
+        first, last = span.reach.start, span.reach.stop - 1
+        elements = range(span.start, span.stop)
+        if self.kind in ("nearest", "exact"):
+            wide = dtype == torch.float64
+            found = nearest_elements(self.op, self.dim, self.count, self.size, self.length,
+                                     self.scale, wide)  # fmt: skip
+            return [([min(max(found[i], first), last) for i in elements], None)]
+        p, q = self.ratio.numerator, self.ratio.denominator
+        sources = [i * p / q if self.align else (i + 0.5) * p / q - 0.5 for i in elements]
+        if self.kind == "linear":
+            sources = [min(max(x, 0.0), self.size - 1) for x in sources]
+        floors = [math.floor(x) for x in sources]
+        rests = [x - floor for x, floor in zip(sources, floors, strict=True)]
+        weights = cubic_weights if self.kind == "cubic" else linear_weights
+        rows = zip(*map(weights, rests), strict=True)
+        offset = -1 if self.kind == "cubic" else 0
+        # At an end of the dim its last element repeats; beyond a window weights are 0.
+        return [
+            ([min(max(floor + k, first), last) for floor in floors], row)
+            for k, row in enumerate(rows, offset)
+        ]
+
+
+def linear_weights(rest: float) -> tuple[float, float]:
+    """Return the weights of the element before a position and of the one after it."""
+    return 1 - rest, rest
+
+
+def cubic_weights(rest: float) -> tuple[float, float, float, float]:
+    """Return the weights of the two elements before a position and of the two after it."""
+
+    def near(x: float) -> float:
+        return ((CUBIC + 2) * x - (CUBIC + 3)) * x * x + 1
+
+    def far(x: float) -> float:
+        return ((CUBIC * x - 5 * CUBIC) * x + 8 * CUBIC) * x - 4 * CUBIC
+
+    return far(rest + 1), near(rest), near(1 - rest), far(2 - rest)
+
+
+@lru_cache(maxsize=CACHE_SIZE)
+def nearest_elements(
+    op: Any, dim: int, count: int, size: int, length: int, scale: float | None, wide: bool
+) -> tuple[int, ...]:
+    """Return the element that each element of a result is, as PyTorch rounds it in this dtype."""
+    shape, sizes = [1] * count, [1] * count
+    shape[dim], sizes[dim] = size, length
+    scales = [scale if i == dim else None for i in range(count)]
+    with without_dispatch_modes(), DisableTorchFunction(), torch.no_grad():
+        indices = torch.arange(size, dtype=torch.float64 if wide else torch.float32)
+        found = op(indices.view(1, 1, *shape), sizes, *scales)
+    return tuple(map(int, found.flatten().tolist()))
+
+
+def _resamplings(call: OpCall, read: Meta, made: Meta) -> tuple[_Resampling, ...]:
+    """Return the interpolation along each spatial dim of a call or of a gradient's."""
+    count = spatial_dims(call)
+    align = bool(call.has("align_corners") and call.get("align_corners"))
+    if call.has("scale_factors"):
+        scales = list(call.get("scale_factors") or [None] * count)
+    else:
+        names = ("scales_d", "scales_h", "scales_w") if call.has("scales_h") else ("scales",)
+        scales = [call.get(name) for name in names if call.has(name)]
+    forward = getattr(aten, base_name(call.op).removesuffix("_backward")).default
+    return tuple(
+        _Resampling(forward, i, count, read.shape[i - count], made.shape[i - count], align,
+                    scales[i])
+        for i in range(count)
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _LocalInterpolation:
+    """Local interpolation: along sharded dims of a window, along the others by the operation."""
+
+    dims: tuple[_Resampling, ...]
+    windows: tuple[Window, ...]
+
+    def parts(self, ctx: RankContext, made: Any) -> tuple[Span | None, ...]:
+        """Return the spans of the dims that are not interpolated by the operation itself."""
+        found = spans(self.windows, made, ctx.rank)
+        return tuple(
+            None if dim.repeats else part for part, dim in zip(found, self.dims, strict=True)
+        )
+
+    def rest(self, parts: Sequence[Span | None]) -> tuple[list[Any], list[Any]]:
+        """Return `align_corners` where it is a parameter, and the scales of the other dims."""
+        align = [self.dims[0].align] if self.dims[0].kind in ("linear", "cubic") else []
+        scales = [None if part else dim.scale for part, dim in zip(parts, self.dims, strict=True)]
+        return align, scales
+
+    def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
+        """Run the operation on one rank."""
+        made = ctx.results[0]
+        assert made is not None
+        if has_empty_shard(ctx) or 0 in made.local_shape(ctx.rank):
+            return zero_results(args, kwargs, ctx)[0]
+        parts, x, count = self.parts(ctx, made), args[0], len(self.dims)
+        for i, part in enumerate(parts):
+            if part is not None:
+                x = gather_taps(x, i - count, part, self.dims[i].taps(part, x.dtype))
+        if all(parts):
+            return x
+        align, scales = self.rest(parts)
+        return self.dims[0].op(x, list(ctx.shape()[-count:]), *align, *scales)
+
+
+@register_rule(*LINEAR.split(), *NEAREST.split())
+def interpolation(call: OpCall) -> Rule:
+    """Rule `ncbd->ncef` of interpolation: `e` and `f` are windows of `b` and `d`."""
+    x = call.operands[0]
+    dims = _resamplings(call, x, call.result)
+    factors, windows = _factors(dims)
+    lead, modes = planes(x, len(dims)), linear_modes(0) if is_inexact(x) else ()
+    if dims[0].kind in ("nearest", "exact"):
+        modes = all_modes(0)
+    return Rule(((*lead, *factors.read),), ((*lead, *factors.made),), modes=modes,
+                local=_LocalInterpolation(dims, windows), slices=windows)  # fmt: skip
+
+
+def _factors(dims: Sequence[_Resampling]) -> tuple[SpatialFactors, tuple[Window, ...]]:
+    names = letters(2 * len(dims), "cn")
+    windows = tuple(dim.window(names[len(dims) + i], names[i]) for i, dim in enumerate(dims))
+    return SpatialFactors.of(windows, names), windows
+
+
+@dataclass(frozen=True, slots=True)
+class _LocalInterpolationBackward(_LocalInterpolation):
+    """Local gradient of interpolation, of the window that was read."""
+
+    def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
+        """Run the operation on one rank."""
+        result = ctx.results[0]
+        assert result is not None
+        if has_empty_shard(ctx) or 0 in result.local_shape(ctx.rank):
+            return zero_results(args, kwargs, ctx)[0]
+        grad, count = argument(op, args, kwargs, "grad_output"), len(self.dims)
+        parts = self.parts(ctx, ctx.operands[0])
+        if not all(parts):
+            align, scales = self.rest(parts)
+            local = zip(parts, grad.shape[-count:], result.local_shape(ctx.rank)[-count:],
+                        strict=True)  # fmt: skip
+            size = [made if part else read for part, made, read in local]
+            grad = op(grad, list(grad.shape[-count:]), [*grad.shape[:-count], *size], *align,
+                      *scales)  # fmt: skip
+        for i, part in enumerate(parts):
+            if part is not None:
+                grad = scatter_taps(grad, i - count, part, self.dims[i].taps(part, grad.dtype))
+        return grad
+
+
+@register_rule(*(f"{name}_backward" for name in (*LINEAR.split(), *NEAREST.split())))
+def interpolation_backward(call: OpCall) -> Rule:
+    """Rule of interpolation's gradients, added up where windows overlap."""
+    grad, x = call.operands[0], call.result
+    dims = _resamplings(call, x, grad)
+    factors, windows = _factors(dims)
+    lead = planes(x, len(dims))
+    return Rule(((*lead, *factors.made),), ((*lead, *factors.read),), modes=linear_modes(0),
+                local=_LocalInterpolationBackward(dims, windows), slices=windows)  # fmt: skip
+
+
+# -- antialiased ------------------------------------------------------------------------------
+
+
+@register_rule(*ANTIALIASED.split())
+def antialiased(call: OpCall) -> Rule:
+    """Rule of antialiased interpolation: spatial dims stay unsharded."""
+    return per_plane(call, linear_modes(0) if is_inexact(call.operands[0]) else ())
+
+
+@register_rule(*(f"{name}_backward" for name in ANTIALIASED.split()))
+def antialiased_backward(call: OpCall) -> Rule:
+    """Rule of the gradients of antialiased interpolation; `input_size` becomes the rank's."""
+    rule = per_plane(call, linear_modes(0))
+    return replace(rule, local=ShardCall(rewrites=(SetLocalShape("input_size"),)))
