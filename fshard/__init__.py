@@ -2,7 +2,7 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-from fshard import domain, random, state, testing
+from fshard import domain, interop, random, state, testing
 from fshard._torch.dynamo import run_uncompiled as _run_uncompiled
 from fshard._util.errors import ShardingError
 from fshard._util.public import publish as _publish
@@ -140,6 +140,7 @@ __all__ = [
     "full",
     "full_like",
     "init",
+    "interop",
     "local_map",
     "lower_bound",
     "masked_select",
@@ -210,6 +211,7 @@ _publish(
 _publish(vars(domain), domain.__all__)
 _publish(vars(random), random.__all__)
 _publish(vars(state), state.__all__)
+_publish(vars(interop), interop.__all__)
 _publish(vars(testing), testing.__all__)
 
 

@@ -3,6 +3,7 @@
 - `layout_picture`: `fs.visualize`, with `picture_grid`, `picture_html` and `shard_owners`
 - `program_table`, `batch_table`, `partition_table`: `explain` of programs, batches and partitions
 - `comm_log`: `fs.comm_log`, the collectives that ran
+- `progress_bar`: bytes that `fs.state.save` has written
 - `zero_stages`: bytes per rank of the stages of ZeRO
 - `table`: rows of text in plain text, rich and HTML
 - `notebook`: `_repr_mimebundle_` of specs, programs and batches
@@ -10,4 +11,5 @@
 
 from fshard.show import notebook as notebook
 from fshard.show import partition_table as partition_table
+from fshard.show import progress_bar as progress_bar
 from fshard.show import zero_stages as zero_stages

@@ -19,7 +19,7 @@ import pytest
 import fshard as fs
 
 DUNDERS = {"__all__", "__doc__", "__file__", "__name__", "__version__"}
-PACKAGES = (fs, fs.domain, fs.random, fs.state, fs.testing)
+PACKAGES = (fs, fs.domain, fs.interop, fs.random, fs.state, fs.testing)
 RAISES = {"fail", "raise_if"}
 
 

@@ -25,6 +25,7 @@ from fshard.state.checkpoints.checkpoint_index import (
     StoredTensor,
     check_file_name,
 )
+from fshard.state.checkpoints.dcp_files import METADATA, open_dcp
 from fshard.state.checkpoints.shard_files import ShardReader, checksum
 from fshard.state.parameters import are_rules, match_rules
 
@@ -43,7 +44,8 @@ def load(
 
     Args:
         directory: a directory that `fs.state.save` wrote, one with safetensors files of Hugging
-            Face, or one such file.
+            Face, or one such file, or a checkpoint of `torch.distributed.checkpoint`, whose chunks
+            are read whole.
         specs: pytree of `P` or `Spec`, a prefix of the saved tree, or rules as for
             `fs.state.match_rules`. A tree with the names of the saved one may have containers of
             other types, and the result has these. None loads whole tensors.
@@ -118,6 +120,8 @@ def _open(root: Path) -> tuple[CheckpointIndex, ShardReader]:
     reader = ShardReader(root, WHERE)
     if (root / INDEX).exists():
         return CheckpointIndex.read(root, WHERE), reader
+    if (root / METADATA).exists():
+        return open_dcp(root, WHERE)
     path = root / HUGGING_FACE_INDEX
     if path.exists():
         try:

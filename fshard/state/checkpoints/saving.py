@@ -11,9 +11,8 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
@@ -21,9 +20,9 @@ from typing import Any
 
 import torch
 
-from fshard._util.errors import Problem, ShardingError, fail, raise_if
+from fshard._util.errors import ShardingError, fail
+from fshard._util.hooks import Hook
 from fshard.layout.mesh import Mesh
-from fshard.layout.sharded import Sharded
 from fshard.layout.tree import flatten, leaf_names
 from fshard.run.transports.base import current_transport, is_simulated
 from fshard.spmd.collectives.permutations import pbroadcast
@@ -35,9 +34,9 @@ from fshard.state.checkpoints.checkpoint_index import (
     check_names,
     nested,
 )
+from fshard.state.checkpoints.save_plan import SavePlan, check_reduced
 from fshard.state.checkpoints.shard_files import (
     as_stored,
-    checksum,
     safetensors,
     sync_directory,
     write_file,
@@ -50,8 +49,9 @@ WHERE = "fs.state.save"
 
 
 def save(
-    directory: str | Path, tree: Any, /, *, async_op: bool = False, timeout: float = 600.0
-) -> Saving:
+    directory: str | Path, tree: Any, /, *, async_op: bool = False, progress: bool = False,
+    timeout: float = 600.0,
+) -> Saving:  # fmt: skip
     """Save a tree of pairs, tensors and plain values in a directory, in place of what it has.
 
     Each rank writes the shards that it is the first to hold, and of replicas its share, to one
@@ -63,6 +63,7 @@ def save(
         tree: pytree of pairs, of tensors that are equal on every rank, and of numbers, strings,
             bools and None. Dicts have strings as keys.
         async_op: return when the tensors are copied, and write them in the background.
+        progress: show a bar of the bytes that the first rank writes, in a terminal.
         timeout: seconds that ranks wait for each other's files.
 
     Returns:
@@ -88,24 +89,37 @@ def save(
     if is_simulated():
         fail(WHERE, "a simulated rank", "ranks that save must be processes, or not be in a body",
              "save the pairs outside of fs.simulate and fs.shard_map")  # fmt: skip
-    _check_pairs(names, leaves)
-    plan = _Plan.of(names, leaves, getattr(transport, "all_ranks", None))
+    check_reduced(WHERE, names, leaves)
+    plan = SavePlan.of(leaves, getattr(transport, "all_ranks", None))
     own = plan.ranks if transport is None else (transport.rank,)
     root = Path(directory)
     save_id = _agree_on_id(root, plan.ranks, None if transport is None else transport.rank)
-    writer = _Writer(root, save_id, plan, nested(tree, plan.stored(leaves, save_id)), timeout)
-    tensors = {rank: plan.tensors(leaves, rank, transport is None) for rank in own}
-    return Saving(writer, tensors, async_op)
+    stored = [
+        StoredTensor(name, tuple(leaf.shape), leaf.dtype, tuple(
+            StoredShard(_file(save_id, owner), _key(name, offsets), offsets, shape)
+            for owner, offsets, shape in plan.boxes[index]
+        )) if index in plan.boxes else leaf
+        for index, (name, leaf) in enumerate(zip(names, leaves, strict=True))
+    ]  # fmt: skip
+    writer = _Writer(root, save_id, plan, nested(tree, stored), timeout)
+    tensors = {
+        rank: {
+            _key(names[index], offsets): as_stored(local, copy=async_op)
+            for index, offsets, local in plan.locals(leaves, rank, transport is None)
+        }
+        for rank in own
+    }
+    return Saving(writer, tensors, async_op, progress)
 
 
-def _check_pairs(names: Sequence[str], leaves: Sequence[Any]) -> None:
-    """Raise `ShardingError` for pairs that are unreduced."""
-    raise_if(WHERE, [
-        Problem(f"{name}: a pair of {leaf.spec}", "a tensor that is saved must not be unreduced",
-                f"fs.reshard({name}, fs.P(...)), which sums it")
-        for name, leaf in zip(names, leaves, strict=True)
-        if isinstance(leaf, Sharded) and leaf.spec.partition.unreduced_kinds
-    ])  # fmt: skip
+def _file(save_id: str, rank: int) -> str:
+    """Return the name of the file of one rank."""
+    return f"{save_id}-{rank:05d}{SUFFIX}"
+
+
+def _key(name: str, offsets: Sequence[int]) -> str:
+    """Return the name of a box in its file; that of an unsharded tensor is the tensor's."""
+    return f"{name}@{','.join(map(str, offsets))}" if any(offsets) else name
 
 
 def _agree_on_id(root: Path, ranks: Sequence[int], rank: int | None) -> str:
@@ -117,91 +131,6 @@ def _agree_on_id(root: Path, ranks: Sequence[int], rank: int | None) -> str:
         mesh = Mesh({"ranks": len(ranks)}, devices=ranks)
         token = int(pbroadcast(torch.tensor(token), "ranks", 0, mesh=mesh))
     return f"{token:012x}"
-
-
-# -- what a rank writes ---------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """Boxes of all tensors, and the rank that writes each of them.
-
-    Attributes:
-        names: names of the leaves.
-        ranks: ranks that may write.
-        boxes: for each leaf that is a tensor its boxes `(offsets, shape)`, by their owners.
-    """
-
-    names: tuple[str, ...]
-    ranks: tuple[int, ...]
-    boxes: Mapping[int, list[tuple[int, tuple[int, ...], tuple[int, ...]]]]
-
-    @staticmethod
-    def of(names: Sequence[str], leaves: Sequence[Any], world: Any) -> _Plan:
-        """Return the plan, equal on every rank: replicas are shared out by their bytes."""
-        meshes = {rank for leaf in leaves if isinstance(leaf, Sharded) for rank in leaf.mesh.ranks}
-        ranks = tuple(sorted(meshes)) if world is None else tuple(sorted(world))
-        ranks = ranks or (0,)
-        load: dict[int, int] = defaultdict(int)
-        boxes: dict[int, list[Any]] = {}
-        for index, leaf in enumerate(leaves):
-            if isinstance(leaf, Sharded):
-                holders: dict[Any, list[int]] = defaultdict(list)
-                for rank in leaf.mesh.ranks:
-                    holders[leaf.spec.offsets(rank), leaf.spec.local_shape(rank)].append(rank)
-                item = leaf.dtype.itemsize
-            elif isinstance(leaf, torch.Tensor):
-                holders = {((0,) * leaf.ndim, tuple(leaf.shape)): list(ranks)}
-                item = leaf.dtype.itemsize
-            else:
-                continue
-            boxes[index] = []
-            for (offsets, shape), candidates in holders.items():
-                nbytes = item * torch.Size(shape).numel()
-                if nbytes == 0 and boxes[index]:
-                    continue  # an empty shard beside others
-                owner = min(candidates, key=lambda rank: (load[rank], rank))
-                load[owner] += nbytes
-                boxes[index].append((owner, offsets, shape))
-        return _Plan(tuple(names), ranks, boxes)
-
-    @property
-    def writers(self) -> tuple[int, ...]:
-        """The ranks that write a file."""
-        return tuple(sorted({owner for boxes in self.boxes.values() for owner, *_ in boxes}))
-
-    def stored(self, leaves: Sequence[Any], save_id: str) -> list[Any]:
-        """Return the leaves with a `StoredTensor` for every tensor, without checksums."""
-        return [
-            StoredTensor(self.names[i], tuple(leaf.shape), leaf.dtype, tuple(
-                StoredShard(_file(save_id, owner), _key(self.names[i], offsets), offsets, shape)
-                for owner, offsets, shape in self.boxes[i]
-            )) if i in self.boxes else leaf
-            for i, leaf in enumerate(leaves)
-        ]  # fmt: skip
-
-    def tensors(self, leaves: Sequence[Any], rank: int, simulated: bool) -> dict[str, torch.Tensor]:
-        """Return copies on the CPU of the boxes that a rank writes, by their keys."""
-        result: dict[str, torch.Tensor] = {}
-        for index, boxes in self.boxes.items():
-            leaf = leaves[index]
-            for owner, offsets, _ in boxes:
-                if owner != rank:
-                    continue
-                x = leaf.local if isinstance(leaf, Sharded) else leaf
-                if isinstance(leaf, Sharded) and simulated:
-                    x = leaf.local[list(leaf.mesh.ranks).index(rank)]
-                result[_key(self.names[index], offsets)] = as_stored(x)
-        return result
-
-
-def _file(save_id: str, rank: int) -> str:
-    return f"{save_id}-{rank:05d}{SUFFIX}"
-
-
-def _key(name: str, offsets: Sequence[int]) -> str:
-    """Return the name of a box in its file; that of an unsharded tensor is the tensor's."""
-    return f"{name}@{','.join(map(str, offsets))}" if any(offsets) else name
 
 
 # -- writing ----------------------------------------------------------------------------------
@@ -217,15 +146,17 @@ class _Writer:
 
     root: Path
     save_id: str
-    plan: _Plan
+    plan: SavePlan
     tree: Any
     timeout: float
 
-    def write(self, rank: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    def write(
+        self, rank: int, tensors: Mapping[str, torch.Tensor], advance: Callable[[int], None]
+    ) -> None:
         """Write the file of one rank and a report of it; the report of a failure, if it fails."""
         try:
-            checksums = {key: checksum(x) for key, x in tensors.items()}
-            size = write_file(self.root / _file(self.save_id, rank), tensors, WHERE)
+            path = self.root / _file(self.save_id, rank)
+            size, checksums = write_file(path, tensors, advance)
             self._report(rank, {"bytes": size, "crc32": checksums})
         except BaseException as error:
             with suppress(OSError):
@@ -312,8 +243,21 @@ class _Writer:
                     path.unlink()
 
 
+@Hook
+def progress_bar_hook(total: int) -> AbstractContextManager[Callable[[int], None]]:
+    """Show a bar of bytes in the block, which calls the result with those of each piece.
+
+    Set by `fshard.show.progress_bar`.
+    """
+    raise NotImplementedError
+
+
 class Saving:
     """Save that is under way, as `fs.state.save` returns it.
+
+    Attributes:
+        nbytes: bytes of the tensors that this process writes.
+        written: bytes of them that are written.
 
     >>> import tempfile
     >>> import torch
@@ -321,15 +265,21 @@ class Saving:
     >>> with tempfile.TemporaryDirectory() as directory:
     ...     saving = fs.state.save(directory, {"w": torch.ones(2)}, async_op=True)
     ...     saving.wait()
-    >>> saving.is_done
-    True
+    >>> saving.is_done, saving.written, saving.nbytes
+    (True, 8, 8)
     """
 
     def __init__(
-        self, writer: _Writer, tensors: dict[int, dict[str, torch.Tensor]], async_op: bool
+        self,
+        writer: _Writer,
+        tensors: dict[int, dict[str, torch.Tensor]],
+        async_op: bool,
+        progress: bool,
     ) -> None:
-        self._writer, self._tensors = writer, tensors
+        self._writer, self._tensors, self._progress = writer, tensors, progress
         self._error: BaseException | None = None
+        self.nbytes = sum(x.nbytes for part in tensors.values() for x in part.values())
+        self.written = 0
         self._thread = Thread(target=self._run, name="fshard-save")
         if async_op:
             self._thread.start()
@@ -338,19 +288,30 @@ class Saving:
             self.wait()
 
     def _run(self) -> None:
-        writer, plan = self._writer, self._writer.plan
+        is_first = self._writer.plan.ranks[0] in self._tensors
+        shown = self._progress and is_first
         try:
-            for rank, tensors in self._tensors.items():
-                if rank in plan.writers:
-                    writer.write(rank, tensors)
-            if plan.ranks[0] in self._tensors:
-                writer.publish()
-            else:
-                writer.await_index()
+            with progress_bar_hook.call(self.nbytes) if shown else nullcontext(_nothing) as show:
+                self._write(show, is_first)
         except BaseException as error:  # noqa: BLE001 - raised again by wait()
             self._error = error
         finally:
             self._tensors = {}
+
+    def _write(self, show: Callable[[int], None], is_first: bool) -> None:
+        """Write the files of this process and wait for the index, or write that too."""
+
+        def advance(count: int) -> None:
+            self.written += count
+            show(count)
+
+        for rank, tensors in self._tensors.items():
+            if rank in self._writer.plan.writers:
+                self._writer.write(rank, tensors, advance)
+        if is_first:
+            self._writer.publish()
+        else:
+            self._writer.await_index()
 
     @property
     def is_done(self) -> bool:
@@ -367,3 +328,7 @@ class Saving:
             self._thread.join()
         if self._error is not None:
             raise self._error
+
+
+def _nothing(count: int) -> None:
+    """Show no progress."""

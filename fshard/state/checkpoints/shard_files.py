@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,6 +24,9 @@ DTYPES = {
     "C64": torch.complex64,
 }  # fmt: skip
 """Dtypes of the format. Tensors of complex128 are saved as pairs of float64."""
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+PIECE = 2**24
+"""Bytes of one write, after which a progress bar moves."""
 
 
 def safetensors(where: str) -> ModuleType:
@@ -35,32 +40,70 @@ def safetensors(where: str) -> ModuleType:
     return package
 
 
-def as_stored(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on the CPU in contiguous memory of its own, of a dtype of the format."""
-    x = x.detach().cpu().resolve_conj().resolve_neg()
-    if x.dtype == torch.complex128:
-        x = torch.view_as_real(x)
-    return x.clone(memory_format=torch.contiguous_format)
+def as_stored(x: torch.Tensor, *, copy: bool) -> torch.Tensor:
+    """Return a tensor on the CPU in contiguous memory, of a dtype of the format.
+
+    Args:
+        x: the tensor.
+        copy: True for memory of its own.
+    """
+    stored = x.detach().cpu().resolve_conj().resolve_neg()
+    if stored.dtype == torch.complex128:
+        stored = torch.view_as_real(stored)
+    if copy and stored.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
+        return stored.clone(memory_format=torch.contiguous_format)
+    return stored.contiguous()
 
 
 def checksum(x: torch.Tensor) -> int:
     """Return the CRC-32 of the elements of a tensor on the CPU, in row-major order."""
-    x = x.contiguous()
-    if x.numel() == 0:
-        return 0
-    return zlib.crc32((ctypes.c_char * x.nbytes).from_address(x.data_ptr()))
+    return zlib.crc32(_memory(x.contiguous()))
 
 
-def write_file(path: Path, tensors: Mapping[str, torch.Tensor], where: str) -> int:
+def _memory(x: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor on the CPU, without a copy."""
+    if not x.nbytes:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * x.nbytes).from_address(x.data_ptr())).cast("B")
+
+
+def write_file(
+    path: Path, tensors: Mapping[str, torch.Tensor], advance: Callable[[int], None]
+) -> tuple[int, dict[str, int]]:
     """Write tensors of `as_stored` to a file that is on the disk when this returns.
 
+    Their memory is written as it is, while another thread computes the checksums.
+
+    Args:
+        path: the file.
+        tensors: the tensors by their keys.
+        advance: function that is called with the bytes of each piece that is written.
+
     Returns:
-        The bytes of the file.
+        The bytes of the file, and the CRC-32 of every tensor.
     """
-    safetensors(where).torch.save_file(dict(tensors), path, metadata={"format": "pt"})
-    with path.open("rb") as file:
+    # In the order of the package: large items first, so that all of them are aligned.
+    order = sorted(tensors, key=lambda key: (-tensors[key].dtype.itemsize, key))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for key in order:
+        x = tensors[key]
+        begin, end = end, end + x.nbytes
+        header[key] = {"dtype": NAMES[x.dtype], "shape": list(x.shape),
+                       "data_offsets": [begin, end]}  # fmt: skip
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1) as executor:
+        sums = {key: executor.submit(checksum, tensors[key]) for key in order}
+        file.write(len(text).to_bytes(8, "little") + text)
+        for key in order:
+            memory = _memory(tensors[key])
+            while memory:
+                count = file.write(memory[:PIECE])
+                advance(count)
+                memory = memory[count:]
         os.fsync(file.fileno())
-    return path.stat().st_size
+        return 8 + len(text) + end, {key: future.result() for key, future in sums.items()}
 
 
 def write_text(path: Path, text: str) -> None:
