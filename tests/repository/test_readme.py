@@ -36,7 +36,8 @@ GROUPS = {
     "Operations and functions for one device": "apply on_pairs propagate Strategy partition "
     "Partition auto Auto constrain rule Rule Mode register_rule register_decomposition",
     "Operations with results of a stated size": "nonzero masked_select unique bincount",
-    "Space, random numbers, state, tests, logs and errors": "domain random state testing comm_log "
+    "Space, other systems, random numbers, state, tests, logs and errors": "domain interop random "
+    "state testing comm_log "
     "CommLog ShardingError",
 }
 

@@ -10,8 +10,10 @@ import subprocess
 import sys
 import time
 from collections import OrderedDict, namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -136,6 +138,56 @@ def test_rules_are_layouts(tmp_path: Path) -> None:
     rules = [(r".*\.weight", P("x")), (r".*\.bias", P())]
     loaded = fs.state.load(tmp_path, rules, mesh=Mesh(x=2))
     assert str(loaded["a.weight"].spec) == "f32[4@x,4]"
+
+
+def test_progress_is_shown_in_a_terminal_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = {"x": fs.shard(values((64, 8)), MESH, P(("dp", "tp")))}
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    saving = fs.state.save(tmp_path, tree, progress=True)
+    assert (saving.written, saving.nbytes) == (2048, 2048)
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    saving = fs.state.save(tmp_path, tree, progress=True, async_op=True)
+    saving.wait()
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "saving" in err
+    assert "2.0/2.0" in err
+    assert same(fs.state.load(tmp_path), tree)
+
+
+def test_an_asynchronous_save_has_the_values_of_its_call(tmp_path: Path) -> None:
+    pair, plain, strided = fs.shard(torch.ones(4), Mesh(x=2), P("x")), torch.ones(3), torch.eye(4).T
+    tree = {"pair": pair, "plain": plain, "strided": strided, "complex": torch.ones(2) * 1j}
+    expected = {key: fs.state.tree_unshard(x).clone() for key, x in tree.items()}
+    with written_late() as begin:
+        saving = fs.state.save(tmp_path, tree, async_op=True)
+        for x in (*pair.local, plain, strided, tree["complex"]):
+            x.zero_()
+        begin()
+    saving.wait()
+    assert same(fs.state.load(tmp_path), expected)
+
+
+@contextmanager
+def written_late() -> Iterator[Callable[[], None]]:
+    """Hold the writing of files back until the result is called."""
+    from fshard.state.checkpoints import saving
+
+    original, event = saving.write_file, Event()
+
+    def write(*args: Any) -> Any:
+        assert event.wait(30)
+        return original(*args)
+
+    saving.write_file = write
+    try:
+        yield event.set
+    finally:
+        event.set()
+        saving.write_file = original
 
 
 # -- processes -------------------------------------------------------------------------------
