@@ -1,10 +1,13 @@
 """Operations on tensors whose space or sequence is sharded: images, volumes, points, sequences.
 
 - `ring_fold`: a fold over blocks that move around a ring of ranks (`spmd/collectives/ring_fold`).
+- `sharded_attention`: attention over a sharded sequence; `ring_attention` on the locals of a rank,
+  `block_attention` with one block of keys.
 """
 
 from __future__ import annotations
 
+from fshard.domain.sharded_attention import scaled_dot_product_attention, zigzag_order
 from fshard.spmd.collectives.ring_fold import ring_fold
 
-__all__ = ["ring_fold"]
+__all__ = ["ring_fold", "scaled_dot_product_attention", "zigzag_order"]
