@@ -18,6 +18,8 @@ from fshard._util.text import plural
 
 Parameters = Mapping[str, inspect.Parameter]
 MISSING = inspect.Parameter.empty
+PUBLIC_PACKAGES = ("domain", "random")
+"""Packages whose functions are named with it: `fs.random.normal`."""
 
 
 class SignatureError(ShardingError, TypeError):
@@ -42,8 +44,8 @@ def explain_binding(
 def public_name(fn: Callable[..., Any]) -> str:
     """Return a public function's name as users write it: `fs.random.normal`, `fs.Spec`."""
     qualname = fn.__qualname__.removesuffix(".__init__")
-    scope = ".random" if ".random" in fn.__module__ else ""
-    return f"fs{scope}.{qualname}"
+    package = fn.__module__.split(".")[1:2]
+    return ".".join(["fs", *(name for name in package if name in PUBLIC_PACKAGES), qualname])
 
 
 def _without_self(

@@ -3,11 +3,16 @@
 - `ring_fold`: a fold over blocks that move around a ring of ranks (`spmd/collectives/ring_fold`).
 - `sharded_attention`: attention over a sharded sequence; `ring_attention` on the locals of a rank,
   `block_attention` with one block of keys.
+- `neighbours`: nearest neighbours, and all within a radius.
+- `ring_layouts`: layouts of operands that stay and of those that move.
 """
 
 from __future__ import annotations
 
+from fshard.domain.neighbours import knn, radius_search
 from fshard.domain.sharded_attention import scaled_dot_product_attention, zigzag_order
 from fshard.spmd.collectives.ring_fold import ring_fold
 
-__all__ = ["ring_fold", "scaled_dot_product_attention", "zigzag_order"]
+__all__ = [
+    "knn", "radius_search", "ring_fold", "scaled_dot_product_attention", "zigzag_order",
+]  # fmt: skip

@@ -29,7 +29,7 @@ Drop = Callable[[Interval, Interval], Tensor]
 """Function from intervals of queries and of keys to the factors of a dropout of their weights."""
 
 
-class Piece(NamedTuple):
+class ScorePiece(NamedTuple):
     """Rectangle of scores: rows and columns of locals, and the global positions of the first ones.
 
     If it is `causal`, row i attends to the columns up to i.
@@ -50,7 +50,7 @@ class Attention:
     drop: Drop | None = None
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, piece: Piece
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, piece: ScorePiece
     ) -> tuple[Tensor, Tensor]:
         """Return outputs and log-sum-exps of the rows of a piece; rows without keys have -inf.
 
@@ -77,7 +77,7 @@ class Attention:
 
     def backward(
         self, grad: Tensor, out: Tensor, lse: Tensor,
-        q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, piece: Piece, of_mask: bool,
+        q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, piece: ScorePiece, of_mask: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
         """Return the gradients of a piece's queries, keys, values and, if `of_mask`, of its mask.
 
@@ -145,8 +145,9 @@ class Attention:
             yield first, min(first + size, n)
 
     def _rows(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, piece: Piece, rows: Interval
-    ) -> tuple[Tensor, Tensor]:
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, piece: ScorePiece,
+        rows: Interval,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Return outputs and log-sum-exps of some rows."""
         q, k, v = wide(q[..., slice(*rows), :]), wide(k), wide(v)
         scores = self._scores(q, k, mask, piece, rows)
@@ -162,7 +163,7 @@ class Attention:
         return (weights @ v) / total, lse.squeeze(-1)
 
     def _scores(
-        self, q: Tensor, k: Tensor, mask: Tensor | None, piece: Piece, rows: Interval
+        self, q: Tensor, k: Tensor, mask: Tensor | None, piece: ScorePiece, rows: Interval
     ) -> Tensor:
         """Return the scores of some rows, -inf where they do not attend."""
         scores = (q @ k.mT) * self.scale
@@ -175,7 +176,7 @@ class Attention:
             return scores.masked_fill(mask.logical_not(), -math.inf)
         return scores + mask
 
-    def _factors(self, piece: Piece, rows: Interval) -> Tensor:
+    def _factors(self, piece: ScorePiece, rows: Interval) -> Tensor:
         """Return the factors of dropout of some rows of a piece."""
         assert self.drop is not None
         width = piece.columns[1] - piece.columns[0]
@@ -184,7 +185,7 @@ class Attention:
         )
 
 
-def _bias(mask: Tensor | None, q: Tensor, k: Tensor, piece: Piece) -> Tensor | None:
+def _bias(mask: Tensor | None, q: Tensor, k: Tensor, piece: ScorePiece) -> Tensor | None:
     """Return a mask, with that of a causal piece, as an additive one of the queries' dtype."""
     if mask is None:
         return None

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard.domain.block_attention import Attended, Attention, Interval, Piece, merge_attended
+from fshard.domain.block_attention import Attended, Attention, Interval, ScorePiece, merge_attended
 from fshard.layout.mesh import Mesh
 from fshard.spmd.collectives.ring_fold import ring_fold
 
@@ -108,7 +108,7 @@ class RingAttention:
         of_block = (_of_block(dk, block[0]), _of_block(dv, block[1]))
         return of_block, (dq.to(q.dtype), dmask)[: 1 if mask is None else 2]
 
-    def pieces(self, index: int) -> Iterator[Piece]:
+    def pieces(self, index: int) -> Iterator[ScorePiece]:
         """Yield the rectangles of scores between this rank's queries and a block of keys."""
         queries, keys = self.queries, self.keys[index]
         if not self.causal and self.attention.drop is None:
@@ -117,7 +117,7 @@ class RingAttention:
         for row, column in itertools.product(_with_starts(queries), _with_starts(keys)):
             yield from _rectangles(*row, *column) if self.causal else _all_of(*row, *column)
 
-    def part_of(self, mask: Any, piece: Piece, index: int) -> Any:
+    def part_of(self, mask: Any, piece: ScorePiece, index: int) -> Any:
         """Return the part of a mask for a piece of the scores of an index."""
         if mask is None:
             return None
@@ -140,25 +140,25 @@ def _with_starts(intervals: Intervals) -> Iterator[tuple[int, Interval]]:
         start += last - first
 
 
-def _all_of(row: int, queries: Interval, column: int, keys: Interval) -> Iterator[Piece]:
+def _all_of(row: int, queries: Interval, column: int, keys: Interval) -> Iterator[ScorePiece]:
     """Yield the scores of two intervals as one piece, if there are any."""
     height, width = queries[1] - queries[0], keys[1] - keys[0]
     if height and width:
-        yield Piece((row, row + height), (column, column + width), queries[0], keys[0], False)
+        yield ScorePiece((row, row + height), (column, column + width), queries[0], keys[0], False)
 
 
-def _rectangles(row: int, queries: Interval, column: int, keys: Interval) -> Iterator[Piece]:
+def _rectangles(row: int, queries: Interval, column: int, keys: Interval) -> Iterator[ScorePiece]:
     """Yield the visible scores of two intervals: all keys before the queries, and a triangle."""
     (first, last), (begin, end) = queries, keys
     row, column = row - first, column - begin  # from global positions to local indices
     before = min(first, end)
     if begin < before and first < last:
         rows, columns = (row + first, row + last), (column + begin, column + before)
-        yield Piece(rows, columns, first, begin, False)
+        yield ScorePiece(rows, columns, first, begin, False)
     start, stop = max(first, begin), min(last, end)
     if start < stop:
         rows, columns = (row + start, row + last), (column + start, column + stop)
-        yield Piece(rows, columns, start, start, True)
+        yield ScorePiece(rows, columns, start, start, True)
 
 
 def _padded(part: Attended, rows: Interval, n: int) -> Attended:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from fshard._util.errors import Problem, fail, raise_if
-from fshard._util.text import plural
 from fshard.domain.block_attention import Attention, Drop, Interval
 from fshard.domain.ring_attention import Intervals, RingAttention, contiguous, zigzag
+from fshard.domain.ring_layouts import global_sizes, pairs_on_one_mesh, sliced, varying
 from fshard.layout.mesh import Axes, Mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.sharded import Sharded
@@ -30,10 +30,10 @@ from fshard.ops.rules.reduce.reduction_decompositions import wide
 from fshard.partition.apply import on_pairs
 from fshard.random.keys import fold_in
 from fshard.random.sampling import dropout_scale
-from fshard.run.global_tensors import reshard, shard
+from fshard.run.global_tensors import reshard
 from fshard.run.transports.base import current_rank
 from fshard.spmd.axis_env import resolve_axes
-from fshard.spmd.collectives.pcast import axis_index, pcast
+from fshard.spmd.collectives.pcast import axis_index
 from fshard.spmd.shard_map import local_map
 
 WHERE = "fs.domain.scaled_dot_product_attention"
@@ -249,7 +249,7 @@ def _in_body(
     mesh, axes = resolve_axes(axis_name, None, WHERE)
     n, index = mesh.axis_size(axes), int(axis_index(axes))
     sizes = [
-        _sizes(given, name, n, index, x.shape[SEQUENCE])
+        global_sizes(WHERE, name, given, n, index, x.shape[SEQUENCE])
         for given, name, x in (
             (query_sizes, "query_sizes", tensors[0]), (key_sizes, "key_sizes", tensors[1])
         )
@@ -268,16 +268,6 @@ def _in_body(
 
 def _with_keys(x: Tensor, size: int) -> Tensor:
     return torch.empty((*x.shape[:SEQUENCE], size, x.shape[-1]), dtype=x.dtype, device="meta")
-
-
-def _sizes(given: Sequence[int] | None, name: str, n: int, index: int, own: int) -> tuple[int, ...]:
-    """Return the sizes of the n indices; raise `ShardingError` unless this rank's is `own`."""
-    sizes = (own,) * n if given is None else as_ints(given)
-    if sizes is None or len(sizes) != n or sizes[index] != own or min(sizes) < 0:
-        fail(WHERE, f"{name}={given!r}, and {own} on index {index}",
-             f"{name} must be {plural(n, 'number')} of at least 0, one for each index along the "
-             "axes, and that of this rank", f"{name}=spec.shard_sizes(-2)")  # fmt: skip
-    return sizes
 
 
 # -- on pairs ---------------------------------------------------------------------------------
@@ -318,19 +308,12 @@ class RingLayouts:
             group = mesh.group(rank, split) if split else (rank,)
             shape, offsets = self.result.local_shape(rank), self.result.offsets(rank)
             scores = Scores((*self.result.shape[:-1], key.shape[-2]), offsets[:-2], shape[:-2])
-            xs = [_varying(x, spec, used) for x, spec in zip(tensors, self.operands, strict=True)]
+            xs = [varying(x, spec, used) for x, spec in zip(tensors, self.operands, strict=True)]
             return attend(
                 xs, options, mesh, self.axes, queries[group.index(rank)], keys, scores, drop_key
             )
 
         return local_map(body, out_specs=self.result)  # type: ignore[no-any-return]
-
-
-def _varying(x: Tensor, spec: Spec, used: Sequence[str]) -> Tensor:
-    """Return a local whose gradient is summed over the axes that shard another operand alone."""
-    own = {axis for dim in spec.partition.dims for axis in dim}
-    axes = tuple(axis for axis in spec.mesh.axes if axis in used and axis not in own)
-    return pcast(x, axes, to="varying") if axes and x.is_floating_point() else x
 
 
 def ring_layouts(specs: Sequence[Spec], shape: Sequence[int]) -> RingLayouts | None:
@@ -349,7 +332,7 @@ def ring_layouts(specs: Sequence[Spec], shape: Sequence[int]) -> RingLayouts | N
     axes = key.partition.dims[SEQUENCE]
     if not axes:
         return None
-    query = _sliced(query, axes)
+    query = sliced(query, query.ndim + SEQUENCE, axes)
     rows = query.partition.dims[SEQUENCE]
     dims = (*query.partition.dims[:-2], rows, ())
     lead = (None,) * (len(shape) - len(dims))
@@ -400,21 +383,6 @@ def _like(spec: Spec, other: Spec) -> PartitionSpec:
     return PartitionSpec(*(dim or None for dim in dims))
 
 
-def _sliced(query: Spec, axes: tuple[str, ...]) -> Spec:
-    """Return the layout of queries that are also sharded over `axes`, each shard balanced."""
-    dim, dims = query.ndim + SEQUENCE, query.partition.dims
-    more = tuple(axis for axis in axes if axis not in dims[dim])
-    if not more:
-        return query
-    n = query.mesh.axis_size(more)
-    sizes = [
-        size * (i + 1) // n - size * i // n for size in query.shard_sizes(dim) for i in range(n)
-    ]
-    split = [dim or None for dim in dims]
-    split[dim] = (*dims[dim], *more)
-    return query.replace(partition=PartitionSpec(*split), sizes={dim: sizes})
-
-
 def _mask_layout(mask: Spec, result: Spec) -> Spec:
     """Return the layout of a mask with this rank's queries and all keys."""
     dims: list[Any] = [None] * mask.ndim
@@ -429,14 +397,8 @@ def _mask_layout(mask: Spec, result: Spec) -> Spec:
 
 def _on_pairs(operands: Sequence[Any], options: AttentionOptions) -> Sharded:
     """Return the attention on pairs, a ring if the keys are sharded."""
-    pairs = [Sharded(*x) if is_pair(x) else x for x in operands]
-    mesh = next(x.spec.mesh for x in pairs if isinstance(x, Sharded))
-    pairs = [x if isinstance(x, Sharded) else shard(x, mesh, PartitionSpec()) for x in pairs]
+    pairs = pairs_on_one_mesh(WHERE, operands)
     specs = [pair.spec for pair in pairs]
-    meshes = dict.fromkeys(spec.mesh for spec in specs)
-    if len(meshes) > 1:
-        fail(WHERE, f"operands on {' and '.join(map(str, meshes))}",
-             "operands must be on one mesh", "fs.reshard(pair, spec) of one of them")  # fmt: skip
     layouts = ring_layouts(specs, check_shapes(specs, options))
     if layouts is None:
         mask = pairs[3] if len(pairs) > 3 else None
