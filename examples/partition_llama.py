@@ -35,7 +35,7 @@ LAYOUTS = {
 
 
 def layout(name: str) -> fs.PartitionSpec:
-    """Return the layout of a parameter: that of the first pattern in its name."""
+    """Return the layout of a parameter, by the first pattern in its name."""
     return next(p for pattern, p in LAYOUTS.items() if re.search(pattern, name))
 
 

@@ -80,7 +80,7 @@ def knn(
     if not isinstance(k, int) or k < 1:
         fail(where, f"k={k!r}", "k must be an int of at least 1", "k=8, say")
 
-    def search(ring: _Ring, points: Tensor, queries: Tensor) -> tuple[Tensor, ...]:
+    def search(ring: _PointRing, points: Tensor, queries: Tensor) -> tuple[Tensor, ...]:
         n = ring.starts[-1]
         if k > n:
             fail(where, f"k={k} of {n} points", f"k must be at most {n}", f"k={n}")
@@ -145,7 +145,7 @@ def radius_search(
     if size is not None and (not isinstance(size, int) or size < 0):
         fail(where, f"size={size!r}", "size must be an int of at least 0, or None", "size=32, say")
 
-    def search(ring: _Ring, points: Tensor, queries: Tensor) -> tuple[Tensor, ...]:
+    def search(ring: _PointRing, points: Tensor, queries: Tensor) -> tuple[Tensor, ...]:
         if size is None:
             return _all_within(ring, points, queries, radius)
         squares, indices = _nearest(ring, points, queries, size)
@@ -165,7 +165,7 @@ def radius_search(
 
 
 @dataclass(frozen=True, slots=True)
-class _Ring:
+class _PointRing:
     """Ring of points; `starts` has the first point of each index, and the number of all."""
 
     mesh: Mesh
@@ -184,7 +184,7 @@ class _Ring:
                          sizes=self.sizes, mesh=self.mesh)  # fmt: skip
 
 
-def _nearest(ring: _Ring, points: Tensor, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def _nearest(ring: _PointRing, points: Tensor, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return squared distances and indices of the nearest points, inf and -1 beyond all."""
 
     def step(block: Tensor, index: int, queries: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -215,7 +215,7 @@ def _nearest(ring: _Ring, points: Tensor, queries: Tensor, k: int) -> tuple[Tens
 
 
 def _all_within(
-    ring: _Ring, points: Tensor, queries: Tensor, radius: float
+    ring: _PointRing, points: Tensor, queries: Tensor, radius: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return indices, distances and counts of all points within the radius, by query and index."""
     limit = radius * radius
@@ -246,7 +246,7 @@ def _all_within(
     return indices[order], _root(squares[order]), counts
 
 
-def _counts(ring: _Ring, points: Tensor, queries: Tensor, radius: float) -> Tensor:
+def _counts(ring: _PointRing, points: Tensor, queries: Tensor, radius: float) -> Tensor:
     """Return the number of points within the radius of each query."""
     limit = radius * radius
 
@@ -322,7 +322,7 @@ def _root(squares: Tensor) -> Tensor:
 
 # -- pairs and bodies -------------------------------------------------------------------------
 
-Search = Callable[[_Ring, Tensor, Tensor], tuple[Tensor, ...]]
+Search = Callable[[_PointRing, Tensor, Tensor], tuple[Tensor, ...]]
 Widths = tuple[tuple[int, ...], ...] | None
 
 
@@ -344,7 +344,7 @@ def _run(
     mesh, axes = resolve_axes(axis_name, None, where)
     sizes = global_sizes(where, "point_sizes", point_sizes, mesh.axis_size(axes),
                          int(axis_index(axes)), len(points))  # fmt: skip
-    return search(_Ring(mesh, axes, tuple(accumulate(sizes, initial=0))), points, queries)
+    return search(_PointRing(mesh, axes, tuple(accumulate(sizes, initial=0))), points, queries)
 
 
 def _check_shapes(where: str, points: Any, queries: Any) -> None:
@@ -370,7 +370,7 @@ def _on_pairs(where: str, search: Search, points: Any, queries: Any, widths: Wid
     target = sliced(specs[1], 0, axes)
     pairs[1] = pairs[1] if target == specs[1] else reshard(pairs[1], target)
     specs[1] = target
-    ring = _Ring(mesh, axes, tuple(accumulate(specs[0].shard_sizes(0), initial=0)))
+    ring = _PointRing(mesh, axes, tuple(accumulate(specs[0].shard_sizes(0), initial=0)))
     used = [axis for spec in specs for dim in spec.partition.dims for axis in dim]
 
     def body(*xs: Tensor) -> tuple[Tensor, ...]:
