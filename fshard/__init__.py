@@ -24,8 +24,9 @@ from fshard.partition.partition import Partition, partition
 from fshard.plan.batch.batch import Batch
 from fshard.plan.redistribute import redistribute
 from fshard.program import simplify as _simplify  # noqa: F401 - sets the hook of Program.simplify
+from fshard.program.cost.links import Link, Torus
 from fshard.program.cost.model import Cost
-from fshard.program.cost.topology import Link, Topology
+from fshard.program.cost.topology import Topology
 from fshard.program.lower_bound import Bound, lower_bound
 from fshard.program.program import Program
 from fshard.program.steps import (
@@ -120,6 +121,7 @@ __all__ = [
     "Step",
     "Strategy",
     "Topology",
+    "Torus",
     "all_gather",
     "all_to_all",
     "apply",

@@ -16,6 +16,10 @@ MACHINES = {
     "dgx-a100": Topology.dgx_a100,
     "dgx-h100": Topology.dgx_h100,
     "gb200-nvl72": Topology.gb200_nvl72,
+    "tpu-v4": Topology.tpu_v4,
+    "tpu-v5e": Topology.tpu_v5e,
+    "tpu-v5p": Topology.tpu_v5p,
+    "tpu-v6e": Topology.tpu_v6e,
     "cpu-host": Topology.cpu_host,
 }
 

@@ -64,7 +64,7 @@ def _hide_constructor(cls: Any, source: str) -> None:
 def _resolve(value: Any, scope: dict[str, Any], unions: dict[str, Any]) -> None:
     """Replace strings by types in the annotations of a class, or of a member's function.
 
-    A `__signature__` may name types of its decorator's module, too.
+    A decorator may set a method or a `__signature__` that names types of its own module.
     """
     if isinstance(value, property):
         value = value.fget
@@ -75,9 +75,9 @@ def _resolve(value: Any, scope: dict[str, Any], unions: dict[str, Any]) -> None:
         text = getattr(annotation, "__forward_arg__", annotation)
         return eval(text, scope, unions) if isinstance(text, str) else annotation
 
+    scope = {**getattr(value, "__globals__", {}), **scope}
     signature = getattr(value, "__signature__", None)
     if signature is not None:
-        scope = {**value.__globals__, **scope}
         parameters = [
             parameter.replace(annotation=type_of(parameter.annotation))
             for parameter in signature.parameters.values()

@@ -124,7 +124,7 @@ def one_line(error: BaseException) -> str:
 Units = Sequence[tuple[str, float]]
 
 _BINARY: Units = (("MiB", 2**-20), ("GiB", 2**-30), ("TiB", 2**-40), ("PiB", 2**-50))
-_DECIMAL: Units = (("MB/s", 1e-6), ("GB/s", 1e-9), ("TB/s", 1e-12))
+_DECIMAL: Units = (("M", 1e-6), ("G", 1e-9), ("T", 1e-12), ("P", 1e-15))
 _SECONDS: Units = (("µs", 1e6), ("ms", 1e3), ("s", 1.0))
 
 
@@ -148,13 +148,13 @@ def time_text(seconds: float) -> str:
     return "0 µs" if seconds == 0 else _scaled(seconds, _SECONDS)
 
 
-def rate_text(bandwidth: float) -> str:
-    """Return bytes per second as text with three digits and a decimal unit.
+def rate_text(rate: float, unit: str = "B/s") -> str:
+    """Return a rate as text with three digits and a decimal prefix of its unit.
 
-    >>> rate_text(360e9), rate_text(2.68e12), rate_text(24e6)
-    ('360 GB/s', '2.68 TB/s', '24.0 MB/s')
+    >>> rate_text(360e9), rate_text(2.68e12), rate_text(24e6), rate_text(1e15, "FLOP/s")
+    ('360 GB/s', '2.68 TB/s', '24.0 MB/s', '1.00 PFLOP/s')
     """
-    return _scaled(bandwidth, _DECIMAL)
+    return _scaled(rate, _DECIMAL) + unit
 
 
 def _scaled(value: float, units: Units) -> str:

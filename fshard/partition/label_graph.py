@@ -19,14 +19,20 @@ from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.sharded import Sharded
 from fshard.layout.spec import Spec
 from fshard.ops.core.call import Meta
-from fshard.ops.propagate.role_costs import change_cost, compute_time, nbytes
+from fshard.ops.propagate.role_costs import (
+    AxisLinks,
+    axis_links,
+    change_cost,
+    compute_time,
+    nbytes,
+)
 from fshard.ops.strategy.axis_roles import INVARIANT, AxisState, Role, factor_sizes, roles_of
 from fshard.partition.arguments import requires_grad
 from fshard.partition.assignment.layout_hints import call_of_node
 from fshard.partition.training_time import FORWARD_AND_BACKWARD
 from fshard.partition.variable_elimination import Labelling
 from fshard.program.cost.model import collective_time
-from fshard.program.cost.topology import Link, Topology
+from fshard.program.cost.topology import Topology
 from fshard.program.cost.traffic import all_gather_traffic
 
 
@@ -175,7 +181,7 @@ class GraphLabels:
         work /= self.shards.get(node, 1)
         variable = labelling.variable([work / (n if role.factor else 1) for role in roles])
         labelled.append((node, variable, roles))
-        link = topology.link(self.mesh, axes)
+        links = axis_links(topology, self.mesh, axes)
         grad = False
         for index, (operand, meta) in enumerate(zip(operands, call.operands, strict=True)):
             value = values.get(operand)
@@ -184,7 +190,7 @@ class GraphLabels:
             grad = grad or value.grad
             local = nbytes(meta) // self.shards.get(operand, 1)
             table = [
-                [self.change_time(link, n, src, role.operands[index], meta, local, value.grad)
+                [self.change_time(links, n, src, role.operands[index], meta, local, value.grad)
                  for role in roles] for src in value.states
             ]  # fmt: skip
             labelling.pair(value.variable, variable, table)
@@ -204,7 +210,7 @@ class GraphLabels:
         return leads and sizes[role.factor] > 0 and sizes[role.factor] % (n * taken) == 0
 
     def change_time(
-        self, link: Link, n: int, src: AxisState, dst: AxisState, meta: Meta, local: int,
+        self, links: AxisLinks, n: int, src: AxisState, dst: AxisState, meta: Meta, local: int,
         grad: bool,
     ) -> float:  # fmt: skip
         """Return the seconds to change a value's state, and with `grad` that of its gradient.
@@ -215,11 +221,11 @@ class GraphLabels:
             return 0.0
         topology = self.topology
         local = local // n if src.name == "sharded" else local
-        change = change_cost(topology, link, n, src, _leading(dst), local, meta.dtype.itemsize)
+        change = change_cost(topology, links, n, src, _leading(dst), local, meta.dtype.itemsize)
         back = change.back
         if (src.name, dst.name) == ("invariant", "sharded"):
             # Slicing sends nothing; the gradients of the slices are gathered.
-            back = collective_time(topology, link, all_gather_traffic(n, local // n), local)
+            back = collective_time(topology, links.gather, all_gather_traffic(n, local // n), local)
         return change.time + (back if grad else 0.0)
 
 

@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from fshard._util.errors import Problem, fail, raise_if
 from fshard.layout.mesh import Mesh, as_mesh
-from fshard.program.cost.topology import Link, Topology
+from fshard.program.cost.links import Link
+from fshard.program.cost.topology import Topology
 from fshard.program.cost.traffic import Traffic, all_gather_traffic, all_to_all_traffic
 from fshard.run.transports.base import (
     Group,

@@ -26,7 +26,8 @@ GROUPS = {
     "Layouts": "Mesh P PartitionSpec Spec Sharded parse visualize Picture",
     "Global tensors and pairs": "shard unshard scatter from_local reshard zeros ones full empty "
     "arange eye tril triu zeros_like ones_like full_like empty_like from_dtensor to_dtensor",
-    "Programs": "redistribute Program Batch Pending lower_bound Bound Cost Topology Link calibrate",
+    "Programs": "redistribute Program Batch Pending lower_bound Bound Cost Topology Link Torus "
+    "calibrate",
     "Steps": "Step AllGather AllReduce AllSlice AllToAll Cast CollectivePermute Exchange "
     "HaloExchange HaloReduce InvariantToReduced ReducedToInvariant ReduceScatter Remesh "
     "ReplicatedToUnreduced ShardedToUnreduced",

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 import fshard as fs
 from fshard._util.errors import ShardingError
+from fshard.program.cost.links import Link
 from fshard.program.cost.model import collective_time as time_of
-from fshard.program.cost.topology import Link, Topology
+from fshard.program.cost.topology import Topology
 from fshard.program.cost.traffic import Traffic, all_gather_traffic, all_to_all_traffic
 from fshard.run.calibrate import Sample, _fit, _message
 from tests.helpers import spec_grid

@@ -13,17 +13,31 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from fshard._util.cache import CACHE_SIZE
+from fshard.layout.mesh import Axes, Mesh
 from fshard.ops.core.call import Meta, OpCall
 from fshard.ops.core.rule import Rule
 from fshard.ops.strategy.axis_roles import AxisState, Role
+from fshard.program.cost.links import Link
 from fshard.program.cost.model import collective_time
-from fshard.program.cost.topology import Link, Topology
+from fshard.program.cost.topology import Topology
 from fshard.program.cost.traffic import (
     Traffic,
     all_gather_traffic,
     all_reduce_traffic,
     all_to_all_traffic,
 )
+
+
+class AxisLinks(NamedTuple):
+    """Effective links of mesh axes, by the kind of collective."""
+
+    gather: Link
+    exchange: Link
+
+
+def axis_links(topology: Topology, mesh: Mesh, axes: Axes) -> AxisLinks:
+    """Return the links of collectives along `axes`."""
+    return AxisLinks(topology.link(mesh, axes), topology.link(mesh, axes, exchange=True))
 
 
 class ChangeCost(NamedTuple):
@@ -47,13 +61,14 @@ FREE = ChangeCost(0.0, False, 0.0)
 
 @lru_cache(maxsize=CACHE_SIZE)
 def change_cost(
-    topology: Topology, link: Link, n: int, src: AxisState, dst: AxisState, local: int, item: int
-) -> ChangeCost:
+    topology: Topology, links: AxisLinks, n: int, src: AxisState, dst: AxisState, local: int,
+    item: int,
+) -> ChangeCost:  # fmt: skip
     """Return the cost to change one tensor's state on one axis.
 
     Args:
         topology: the topology that the collectives run on.
-        link: the link that the axis communicates over.
+        links: the links of the axis.
         n: number of devices on the axis.
         src: the state before.
         dst: the state after.
@@ -63,23 +78,22 @@ def change_cost(
     if src == dst or n == 1 or dst.name == "any":
         return FREE
 
-    def time(traffic: Traffic) -> float:
+    def time(traffic: Traffic, link: Link = links.gather) -> float:
         return collective_time(topology, link, traffic, local)
 
-    def collective(traffic: Traffic, back: float) -> ChangeCost:
-        startup = traffic._replace(sent=0, received=0)
-        return ChangeCost(time(traffic), True, back, collective_time(topology, link, startup, 0))
+    def collective(traffic: Traffic, back: float, link: Link = links.gather) -> ChangeCost:
+        startup = collective_time(topology, link, traffic._replace(sent=0, received=0), 0)
+        return ChangeCost(time(traffic, link), True, back, startup)
 
     back = 0.0
     if (src.name, dst.name) == ("invariant", "reduced"):
         back = time(all_reduce_traffic(n, local, item))
-    elif src.name == "sharded" and dst.name in ("reduced", "sharded"):
-        back = time(
-            all_gather_traffic(n, local) if dst.name == "reduced" else all_to_all_traffic(n, local)
-        )
+    elif (src.name, dst.name) == ("sharded", "reduced"):
+        back = time(all_gather_traffic(n, local))
     match src.name, dst.name:
         case "sharded", "sharded":
-            return collective(all_to_all_traffic(n, local), back)
+            traffic = all_to_all_traffic(n, local)
+            return collective(traffic, time(traffic, links.exchange), links.exchange)
         case "sharded", "invariant" | "reduced":
             return collective(all_gather_traffic(n, local), back)
         case "unreduced", "sharded":
@@ -113,8 +127,9 @@ def pending_reduction_time(
 
 
 def new_sharding_time(
-    topology: Topology, link: Link, n: int, states: Sequence[AxisState], role: Role, local: int
-) -> float:
+    topology: Topology, links: AxisLinks, n: int, states: Sequence[AxisState], role: Role,
+    local: int,
+) -> float:  # fmt: skip
     """Return the seconds to leave a sharding later that no operand had before the role.
 
     An operand that was unreduced is gathered then, one that was sharded elsewhere is sharded there
@@ -123,7 +138,7 @@ def new_sharding_time(
 
     Args:
         topology: the topology that the collectives run on.
-        link: the link that the axis communicates over.
+        links: the links of the axis.
         n: number of devices on the axis.
         states: the states of the operands on the axis as given.
         role: the role of the axis.
@@ -135,13 +150,9 @@ def new_sharding_time(
         for src, dst in zip(states, role.operands, strict=True)
     ):  # fmt: skip
         return 0.0
-    unreduced = any(state.name == "unreduced" for state in states)
-    traffic = all_gather_traffic(n, local // n) if unreduced else all_to_all_traffic(n, local // n)
-    return collective_time(topology, link, traffic, local)
-
-
-FLOPS = 400e12
-"""Products a second of one device, bfloat16 or float32 on tensor cores: an H100's, achieved."""
+    if any(state.name == "unreduced" for state in states):
+        return collective_time(topology, links.gather, all_gather_traffic(n, local // n), local)
+    return collective_time(topology, links.exchange, all_to_all_traffic(n, local // n), local)
 
 
 def compute_time(topology: Topology, rule: Rule, call: OpCall, sizes: Mapping[str, int]) -> float:
@@ -160,7 +171,8 @@ def compute_time(topology: Topology, rule: Rule, call: OpCall, sizes: Mapping[st
         for window in rule.windows.values():
             longer = max((window.of, window.name), key=lambda name: sizes.get(name, 0))
             loops.pop(longer, None)
-        time = max(time, 2 * math.prod(loops.values()) / FLOPS)
+        dtype = next(meta.dtype for meta in call.operands if meta is not None)
+        time = max(time, 2 * math.prod(loops.values()) / topology.flops_per_second(dtype))
     return time
 
 

@@ -22,7 +22,7 @@ from fshard.ops.propagate import role_costs
 from fshard.ops.propagate.role_costs import ChangeCost, compute_time, nbytes
 from fshard.ops.strategy.axis_roles import AxisState, Role, axis_states, factor_sizes, roles_of
 from fshard.ops.strategy.strategy import Layouts, OperandLayouts, Strategy
-from fshard.program.cost.topology import Link, Topology
+from fshard.program.cost.topology import Topology
 from fshard.program.cost.traffic import max_local_nbytes
 
 MAX_ALTERNATIVES = 6
@@ -158,10 +158,11 @@ def _options_by_axis(
     by_axis: dict[str, list[_Option]] = {}
     cached: dict[tuple[Any, ...], list[_Option]] = {}
     for axis in mesh.axes:
-        n, link, hint = mesh.shape[axis], topology.link(mesh, axis), hinted.get(axis)
+        n, hint = mesh.shape[axis], hinted.get(axis)
+        links = role_costs.axis_links(topology, mesh, axis)
         on_axis = tuple(by_name[axis] for by_name in states)
         stays = frozenset(operand for operand, held_axis in held if held_axis == axis)
-        key = n, link, hint, stays, on_axis
+        key = n, links, hint, stays, on_axis
         if key not in cached:
             # A lower bound for the results: all other axes may shard them.
             least = [(size * n // mesh.size, item) for size, item in results]
@@ -170,7 +171,7 @@ def _options_by_axis(
                 size * (n if state.name == "sharded" else 1)
                 for (size, _), state in zip(operands, on_axis, strict=True)
             )
-            context = _AxisContext(topology, link, n, on_axis, names, operands, sources, least,
+            context = _AxisContext(topology, links, n, on_axis, names, operands, sources, least,
                                    total * n / mesh.size, lengths, grad, local,
                                    arguments, [{} for _ in specs])  # fmt: skip
             keeping = [role for role in roles if all(role.operands[i] == on_axis[i]
@@ -198,7 +199,7 @@ class _AxisContext(NamedTuple):
     """
 
     topology: Topology
-    link: Link
+    links: role_costs.AxisLinks
     n: int
     states: Sequence[AxisState]
     state_names: frozenset[str]
@@ -218,7 +219,7 @@ def _option(role: Role, index: int, axis: _AxisContext, hinted: bool) -> _Option
 
     None if a state change is impossible, or if no operand suggests the role (`_is_plausible`).
     """
-    topology, link, n = axis.topology, axis.link, axis.n
+    topology, links, n = axis.topology, axis.links, axis.n
     if not hinted and not _is_plausible(role, axis):
         return None
     time = back = 0.0
@@ -239,11 +240,11 @@ def _option(role: Role, index: int, axis: _AxisContext, hinted: bool) -> _Option
     for state, (size, item) in zip(role.results, axis.results, strict=True):
         if state is not None and state.name == "unreduced":
             time += role_costs.pending_reduction_time(
-                topology, link, n, state, size, item, created=shards
+                topology, links.gather, n, state, size, item, created=shards
             )
     if shards and not hinted:
         size = min(sum(size for size, _ in axis.results), axis.unsharded_operands)
-        time += role_costs.new_sharding_time(topology, link, n, axis.states, role, size)
+        time += role_costs.new_sharding_time(topology, links, n, axis.states, role, size)
     return _Option((time + axis.work / (n if shards else 1), back, index), role, sends)
 
 
@@ -252,7 +253,7 @@ def _change(axis: _AxisContext, operand: int, dst: AxisState) -> ChangeCost | No
     src, (size, item) = axis.states[operand], axis.operands[operand]
     change = None
     if _can_become(src, dst, grad=axis.grad):
-        change = role_costs.change_cost(axis.topology, axis.link, axis.n, src, dst, size, item)
+        change = role_costs.change_cost(axis.topology, axis.links, axis.n, src, dst, size, item)
         change = None if axis.local and change.sends else change
     axis.changes[operand][dst] = change
     return change
@@ -339,7 +340,7 @@ def _combined_cost(
         dst = halo.src if halo else spec
         if any(_is_recut(src, dst, dim) for dim in range(src.ndim)):
             sends = True
-            time += topology.launch + max_local_nbytes(src) / topology.inner.bandwidth
+            time += topology.launch + max_local_nbytes(src) / topology.inner_link.bandwidth
         time += _later_gathers_time(mesh, topology, src, dst)
     return time, sends
 

@@ -307,7 +307,8 @@ class CollectiveEdges(ExchangeEdges):
             # When even shards leave their dims, some rank keeps at most an n-th.
             least = nbytes - nbytes // problem.num_ranks(moving) if problem.even else 0
             moved = Traffic(least, least, problem.num_ranks(axes) - 1, 1)
-            if problem.cost(axes, moved, 4 * nbytes if problem.even else 2 * nbytes) > self.limit:
+            copied = 4 * nbytes if problem.even else 2 * nbytes
+            if problem.cost(axes, moved, copied, True) > self.limit:
                 continue
             new = layout
             for run, dim, _ in reversed(pairs):

@@ -15,6 +15,7 @@ from fshard.layout.partition_spec import Kinds
 from fshard.plan.search.exchange_targets import all_targets, direct_targets, swapped_inside
 from fshard.plan.search.problem import SearchProblem
 from fshard.plan.search.search_layout import Axes, SearchLayout
+from fshard.program.cost.model import GATHERS
 from fshard.program.cost.traffic import NO_TRAFFIC, Traffic
 from fshard.program.steps import AllToAll, CollectivePermute, Exchange
 
@@ -90,7 +91,7 @@ class ExchangeEdges:
                 return None
             moved = problem.traffic(make_step(), before, after, reduced_ranks)
         if moved.launches and not problem.empty:
-            cost = problem.cost(axes, moved, copied)
+            cost = problem.cost(axes, moved, copied, make_step.func not in GATHERS)
         else:
             cost = problem.local_cost(2 * problem.nbytes(after))
         return (cost, make_step, after) if cost <= self.limit else None

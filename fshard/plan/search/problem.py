@@ -14,11 +14,12 @@ from collections.abc import Collection, Iterable, Set
 from typing import Literal
 
 from fshard.layout.spec import Spec
-from fshard.plan.search.search_layout import Axes, Dims, DimSizes, SearchLayout
+from fshard.plan.search.search_layout import Axes, Dims, DimSizes, SearchLayout, subsets
+from fshard.program.cost.links import Link, Torus
 from fshard.program.cost.model import collective_time
 from fshard.program.cost.rank_overlap import DimShardings, RankOverlap, index_of_largest
 from fshard.program.cost.shard_overlap import NO_AXES, even_dim_overlap
-from fshard.program.cost.topology import Link, Topology
+from fshard.program.cost.topology import Topology
 from fshard.program.cost.traffic import (
     DimTraffic,
     Traffic,
@@ -77,7 +78,7 @@ class SearchProblem:
         self.start, self.goal = SearchLayout.of(src), SearchLayout.of(dst)
         self.empty = 0 in src.shape
         self.even = self.is_even(self.start) and self.is_even(self.goal)
-        self.links: dict[Axes, Link] = {}
+        self.links: dict[tuple[Axes, bool], Link] = {}
         self.local_sizes: dict[tuple[Dims, tuple[DimSizes, ...]], int] = {}
         self.bounds: dict[SearchLayout, float] = {}
         self.specs: dict[SearchLayout, Spec] = {}
@@ -115,11 +116,20 @@ class SearchProblem:
         """Set `slow_axes`, `fast_ranks`, and `speeds`: latency, the fastest bandwidth, the next."""
         links = {axis: self.link((axis,)) for axis, n in self.size.items() if n > 1}
         best = max((link.bandwidth for link in links.values()), default=1.0)
-        latency = min((link.latency for link in links.values()), default=0.0)
         self.slow_axes = frozenset(axis for axis, link in links.items() if link.bandwidth < best)
-        rest = [links[axis].bandwidth for axis in self.slow_axes]
-        self.speeds = latency, best, max(rest, default=best)
+        slower = max((links[axis].bandwidth for axis in self.slow_axes), default=best)
         self.fast_ranks = math.prod(self.size[axis] for axis in links if axis not in self.slow_axes)
+        latency = min((link.latency for link in links.values()), default=0.0)
+        if self.topology is not None and isinstance(self.topology.inner, Torus):
+            # Several axes share links of a torus, or add their bandwidths.
+            effective = [
+                self.link(axes, exchange)
+                for axes in subsets([*links])
+                for exchange in (False, True)
+            ]
+            latency = min((link.latency for link in effective), default=0.0)
+            best = slower = max((link.bandwidth for link in effective), default=1.0)
+        self.speeds = latency, best, slower
 
     # -- sizes ------------------------------------------------------------------------
 
@@ -130,10 +140,10 @@ class SearchProblem:
             count = self.rank_counts[axes] = math.prod([self.size[axis] for axis in axes])
         return count
 
-    def link(self, axes: Axes) -> Link:
-        """Return the slowest link along `axes`; any link if only bytes count."""
-        topology = self.topology or _ANY
-        return topology.link(self.src.mesh, tuple(axis for axis in axes if self.size[axis] > 1))
+    def link(self, axes: Axes, exchange: bool = False) -> Link:
+        """Return the effective link along `axes`; any link if only bytes count."""
+        topology, several = self.topology or _ANY, tuple(a for a in axes if self.size[a] > 1)
+        return topology.link(self.src.mesh, several, exchange=exchange)
 
     def nbytes(self, layout: SearchLayout) -> int:
         """Return the bytes of the largest local."""
@@ -174,13 +184,13 @@ class SearchProblem:
 
     # -- costs ------------------------------------------------------------------------
 
-    def cost(self, axes: Axes, moved: Traffic, copied: int) -> float:
+    def cost(self, axes: Axes, moved: Traffic, copied: int, exchange: bool) -> float:
         """Return the cost of a collective over `axes` that also copies `copied` bytes."""
         if self.topology is None:
             return moved.received + LAUNCH_COST + MESSAGE_COST * moved.messages
-        link = self.links.get(axes)
+        link = self.links.get((axes, exchange))
         if link is None:
-            link = self.links[axes] = self.link(axes)
+            link = self.links[axes, exchange] = self.link(axes, exchange)
         return collective_time(self.topology, link, moved, copied)
 
     def local_cost(self, copied: int) -> float:
@@ -372,7 +382,8 @@ class SearchProblem:
         if self.topology is None:
             return nbytes + LAUNCH_COST
         latency, fastest, slower = self.speeds
-        time = slow_nbytes / slower + max(0, nbytes - slow_nbytes) / fastest
+        # A collective over several nodes uses both links at once.
+        time = max(slow_nbytes / slower, nbytes / fastest)
         return self.topology.launch + latency + time
 
     def missing_elements(self, layout: SearchLayout, within: frozenset[str], reduced: Axes) -> int:

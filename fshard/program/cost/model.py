@@ -10,11 +10,13 @@ from dataclasses import dataclass
 
 from fshard._util.text import bytes_text, plural, time_text
 from fshard.layout.spec import Spec
-from fshard.program.cost.topology import Link, Topology
+from fshard.program.cost.links import Link
+from fshard.program.cost.topology import Topology
 from fshard.program.cost.traffic import Traffic, max_local_nbytes, step_axes, traffic
 from fshard.program.exchange_boxes import reduction_axes
 from fshard.program.steps import (
     AllGather,
+    AllReduce,
     AllToAll,
     Cast,
     Exchange,
@@ -86,6 +88,10 @@ class Cost:
         return f"{time_text(self.time)}, {sent} sent, {received} received, {peak} peak, {counts}"
 
 
+GATHERS = (AllGather, AllReduce, ReduceScatter)
+"""Steps whose values all ranks of a group need or add up; others are exchanges for a `link`."""
+
+
 def collective_time(topology: Topology, link: Link, moved: Traffic, copied: int) -> float:
     """Return the seconds of a collective: launch, rounds, messages, bytes on the link, copies.
 
@@ -110,9 +116,10 @@ def step_time(topology: Topology, step: Step, src: Spec, dst: Spec) -> float:
 
 
 def step_link(topology: Topology, step: Step, src: Spec, dst: Spec) -> Link:
-    """Return the slowest link that a collective step uses."""
+    """Return the effective link of a collective step."""
     if src.mesh == dst.mesh:
-        return topology.link(src.mesh, step_axes(step, src, dst))
+        gathers = isinstance(step, GATHERS)
+        return topology.link(src.mesh, step_axes(step, src, dst), exchange=not gathers)
     return topology.between(src.mesh, dst.mesh)
 
 

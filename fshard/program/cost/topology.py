@@ -1,57 +1,40 @@
-"""Machine model: latency and bandwidth of the links between devices, per mesh axis.
+"""Machine model: links between devices, per mesh axis, and what one device computes and holds.
 
-Presets assume that collectives achieve about 80 % of the promised bandwidth on NVLink and of
-memory, and 90 % on networks, which have less protocol overhead. Latencies and launch times are
-NCCL's own (`src/graph/tuning.cc`, ring, LL: 0.6 us a hop on NVLink, 2.7 us on a network, 6.6 us at
-the start). `fs.calibrate` measures a machine instead.
+Presets of GPUs assume that collectives achieve about 80 % of the promised bandwidth on NVLink and
+of memory, and 90 % on networks, which have less protocol overhead, and that products achieve 70 %
+of the promised rate. Latencies and launch times are NCCL's own (`src/graph/tuning.cc`, ring, LL:
+0.6 us a hop on NVLink, 2.7 us on a network, 6.6 us at the start). Presets of TPUs have the
+figures of "How to Scale Your Model" (Austin et al. 2025, part 2). `fs.calibrate` measures one.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
-from functools import lru_cache, partial
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+
+import torch
 
 from fshard._torch.dynamo import graph_constant
-from fshard._util.errors import Problem, ShardingError, fail, raise_if
+from fshard._util.errors import Problem, fail, raise_if
 from fshard._util.text import rate_text, time_text
 from fshard.layout.mesh import Axes, Mesh, as_axes, as_mesh
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """Link between two devices.
-
-    Args:
-        latency: Seconds, at least 0.
-        bandwidth: Bytes per second in each direction, above 0.
-
-    Raises:
-        ShardingError: If a value is out of range or not a number.
-
-    >>> import fshard as fs
-    >>> fs.Link(latency=1e-6, bandwidth=100e9)
-    Link(latency=1e-06, bandwidth=100000000000.0)
-    """
-
-    latency: float
-    bandwidth: float
-
-    def __post_init__(self) -> None:
-        valid = _is_number(self.latency) and _is_number(self.bandwidth)
-        if not (valid and self.latency >= 0 and self.bandwidth > 0):
-            fail("fs.Link", f"{self!r}", "latency must be at least 0 and bandwidth above 0",
-                 "Link(latency=1e-6, bandwidth=100e9)")  # fmt: skip
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
+from fshard.program.cost.links import (
+    Link,
+    Torus,
+    exchange_link,
+    gather_link,
+    is_number,
+    own_link,
+    ranks_per_node,
+    slowest,
+    stays_inside,
+    torus_extents,
+)
+from fshard.program.cost.topology_files import as_path, read_topology, topology_json
 
 NVLINK = Link(latency=0.6e-6, bandwidth=360e9)
 INFINIBAND = Link(latency=2.7e-6, bandwidth=45e9)
@@ -62,21 +45,26 @@ INFINIBAND = Link(latency=2.7e-6, bandwidth=45e9)
 class Topology:
     """Machine that programs are planned and costed for: seconds per byte, message and launch.
 
-    A collective is as slow as the slowest link among its axes, for all of its bytes: over 2 nodes
-    of 8 it runs at the speed of the network. NCCL's rings cross the network on some hops only,
-    if each GPU has a network card, so that such a collective may be much faster than modelled, and
-    gain less from being split by nodes. To use both links, plans for a cluster split axes where
-    nodes end (`fs.Remesh`): `x_0` is the part of an axis `x` between nodes, `x_1` the part inside.
+    Nodes of devices are joined by a network. Inside a node every device reaches every other one
+    over a switch, or its neighbours over a torus. Devices are numbered node by node. Each has a
+    card of its own on the network: gathers and reductions over several nodes run through all cards
+    of a node at once, as NCCL's rings do, and exchanges at the speed of the slowest link. To use
+    both links, plans may split axes where nodes end (`fs.Remesh`): `x_0` is the part of an axis
+    `x` between nodes, `x_1` the part inside.
 
     Args:
         name: The title in printed tables.
-        inner: The link inside a node.
-        outer: The link between nodes.
-        node_size: Devices of a node; None is a single node of any size.
+        inner: The link between any two devices of a node, or the `Torus` of its devices.
+        outer: The link from a device to the network between nodes. An oversubscribed network is
+            one of less bandwidth.
+        node_size: Devices of a node; None is a single node of any size, or of the torus's size.
         links: Pairs (mesh axis, link) of axes that have their own.
         launch: Seconds to start a collective.
         memory: Bandwidth of local copies, in bytes per second.
         message: Seconds to post one of several messages that are sent together.
+        flops: Floating-point operations per second of one device by dtype, as a mapping from
+            names such as `"bfloat16"`. Other dtypes have the rate of the least of them.
+        capacity: Bytes of memory of one device; None is unknown.
 
     Raises:
         ShardingError: If a value is out of range or of another type.
@@ -88,17 +76,23 @@ class Topology:
       outer    2.70 µs, 45.0 GB/s
       launch   6.60 µs
       message  0.15 µs
-      memory   2.68 TB/s
+      memory   2.68 TB/s, 80,000,000,000 B
+      compute  46.9 TFLOP/s in float64
+      compute  346 TFLOP/s in float32
+      compute  692 TFLOP/s in bfloat16, float16
+      compute  1.39 PFLOP/s in float8_e4m3fn, int8
     """
 
     name: str = "custom"
-    inner: Link = NVLINK
+    inner: Link | Torus = NVLINK
     outer: Link = INFINIBAND
     node_size: int | None = None
     links: tuple[tuple[str, Link], ...] = ()
     launch: float = 6e-6
     memory: float = 2e12
     message: float = 0.15e-6
+    flops: tuple[tuple[str, float], ...] = (("bfloat16", 400e12), ("float32", 400e12))
+    capacity: int | None = None
 
     def __post_init__(self) -> None:
         size = self.node_size
@@ -106,8 +100,11 @@ class Topology:
         problems = [
             Problem(f"{name} {link!r}", rule, fix)
             for name, link in (("inner", self.inner), ("outer", self.outer), *self.links)
-            if not isinstance(link, Link)
+            if not isinstance(link, Link) and not (name == "inner" and isinstance(link, Torus))
         ]
+        if isinstance(self.inner, Torus) and size is None:
+            size = self.inner.size
+            object.__setattr__(self, "node_size", size)
         if not isinstance(self.name, str):
             problems.append(Problem(f"name={self.name!r}", "name must be a str", "name='ours'"))
         is_int = isinstance(size, int) and not isinstance(size, bool)
@@ -115,18 +112,40 @@ class Topology:
             rule = "a node must have at least 1 device"
             fix = "Topology.cluster(8), or Topology.node() for a single node"
             problems.append(Problem(f"node_size={size!r}", rule, fix))
+        elif isinstance(self.inner, Torus) and size != self.inner.size:
+            rule = f"a node must have the {self.inner.size} devices of its torus"
+            problems.append(Problem(f"node_size={size!r}", rule, f"node_size={self.inner.size}"))
         problems += [
             Problem(f"{name}={value!r}", "launch and message must be at least 0 seconds", fix)
             for name, value, fix in (
                 ("launch", self.launch, "launch=6e-6"),
                 ("message", self.message, "message=1.5e-7"),
             )
-            if not (_is_number(value) and value >= 0)
+            if not (is_number(value) and value >= 0)
         ]
-        if not (_is_number(self.memory) and self.memory > 0):
+        if not (is_number(self.memory) and self.memory > 0):
             rule = "memory must be above 0 bytes per second"
             problems.append(Problem(f"memory={self.memory!r}", rule, "memory=2e12"))
+        problems += self._device_problems()
         raise_if("fs.Topology", problems)
+        object.__setattr__(self, "flops", tuple(sorted(dict(self.flops).items())))
+
+    def _device_problems(self) -> list[Problem]:
+        """Return problems of `flops` and `capacity`."""
+        problems, capacity = [], self.capacity
+        try:
+            rates = dict(self.flops)
+        except (TypeError, ValueError):
+            rates = {}
+        named = all(isinstance(getattr(torch, str(name), None), torch.dtype) for name in rates)
+        if not rates or not named or not all(is_number(r) and r > 0 for r in rates.values()):
+            problems.append(Problem(
+                f"flops={self.flops!r}", "flops must map names of dtypes to rates above 0",
+                'flops={"bfloat16": 400e12}'))  # fmt: skip
+        if capacity is not None and (type(capacity) is not int or capacity < 1):
+            rule = "capacity must be at least 1 byte, or None"
+            problems.append(Problem(f"capacity={capacity!r}", rule, "capacity=80 * 10**9"))
+        return problems
 
     @staticmethod
     def node() -> Topology:
@@ -196,47 +215,107 @@ class Topology:
         """Return DGX A100s: nodes of 8 A100 SXM (80 GB), with InfiniBand HDR between them.
 
         From NVIDIA's data sheet: NVLink 3 with 600 GB/s per GPU (300 each way), a ConnectX-6 with
-        200 Gb/s per GPU, 2,039 GB/s of HBM2e.
+        200 Gb/s per GPU, 2,039 GB/s of HBM2e, 312 TFLOP/s in bfloat16.
 
         >>> import fshard as fs
         >>> fs.Topology.dgx_a100().title
         'DGX A100, nodes of 8'
         """
-        return _machine("DGX A100", 8, nvlink=300, network=200, memory=2039)
+        return _gpus("DGX A100", 8, nvlink=300, network=200, memory=2039, capacity=80,
+                     tflops={"bfloat16": 312, "float16": 312, "float32": 156, "int8": 624,
+                             "float64": 19.5})  # fmt: skip
 
     @staticmethod
     def dgx_h100() -> Topology:
         """Return DGX H100s: nodes of 8 H100 SXM, with InfiniBand NDR between them.
 
         From NVIDIA's data sheet: NVLink 4 with 900 GB/s per GPU (450 each way), a ConnectX-7 with
-        400 Gb/s per GPU, 3.35 TB/s of HBM3.
+        400 Gb/s per GPU, 3.35 TB/s of HBM3, 989 TFLOP/s in bfloat16.
 
         >>> import fshard as fs
         >>> fs.Topology.dgx_h100().link(fs.Mesh(dp=4, tp=8), "tp")
         Link(latency=6e-07, bandwidth=360000000000.0)
         """
-        return _machine("DGX H100", 8, nvlink=450, network=400, memory=3350)
+        return _gpus("DGX H100", 8, nvlink=450, network=400, memory=3350, capacity=80,
+                     tflops={"bfloat16": 989, "float16": 989, "float32": 494, "int8": 1979,
+                             "float8_e4m3fn": 1979, "float64": 67})  # fmt: skip
 
     @staticmethod
     def gb200_nvl72() -> Topology:
         """Return GB200 NVL72 racks: 72 GPUs on one NVLink fabric, InfiniBand NDR between racks.
 
         From NVIDIA's data sheet: NVLink 5 with 1.8 TB/s per GPU (900 GB/s each way), a ConnectX-7
-        with 400 Gb/s per GPU, 576 TB/s of HBM3e per rack (8 per GPU).
+        with 400 Gb/s per GPU, 576 TB/s of HBM3e per rack (8 per GPU), 180 PFLOP/s in bfloat16.
 
         >>> import fshard as fs
         >>> fs.Topology.gb200_nvl72().title
         'GB200 NVL72, nodes of 72'
         """
-        return _machine("GB200 NVL72", 72, nvlink=900, network=400, memory=8000)
+        return _gpus("GB200 NVL72", 72, nvlink=900, network=400, memory=8000, capacity=186,
+                     tflops={"bfloat16": 2500, "float16": 2500, "float32": 1250, "int8": 5000,
+                             "float8_e4m3fn": 5000, "float64": 40})  # fmt: skip
+
+    @staticmethod
+    def tpu_v4(sizes: tuple[int, int, int] = (4, 4, 4)) -> Topology:
+        """Return a slice of TPU v4: a 3-D torus, with a ring along every dim of full cubes of 4.
+
+        Args:
+            sizes: Devices along each dim.
+
+        >>> import fshard as fs
+        >>> pod = fs.Topology.tpu_v4((4, 4, 4))
+        >>> pod.link(fs.Mesh(x=4, y=4, z=4), "x").bandwidth, pod.capacity
+        (90000000000.0, 32000000000)
+        """
+        return _tpus("TPU v4", sizes, 4.5e10, 1.2e12, 32, {"bfloat16": 275, "int8": 275}, host=4)
+
+    @staticmethod
+    def tpu_v5p(sizes: tuple[int, int, int] = (4, 4, 4)) -> Topology:
+        """Return a slice of TPU v5p: a 3-D torus, with a ring along every dim of full cubes of 4.
+
+        Args:
+            sizes: Devices along each dim.
+
+        >>> import fshard as fs
+        >>> fs.Topology.tpu_v5p((16, 20, 28)).title
+        'TPU v5p, torus 16x20x28'
+        """
+        return _tpus("TPU v5p", sizes, 9e10, 2.8e12, 96, {"bfloat16": 459, "int8": 918}, host=4)
+
+    @staticmethod
+    def tpu_v5e(sizes: tuple[int, int] = (16, 16)) -> Topology:
+        """Return a slice of TPU v5e: a 2-D grid, with a ring along dims of 16 devices alone.
+
+        Args:
+            sizes: Devices along each dim.
+
+        >>> import fshard as fs
+        >>> fs.Topology.tpu_v5e((8, 4)).title
+        'TPU v5e, grid 8x4, no ring along dim 0, 1'
+        """
+        return _tpus("TPU v5e", sizes, 4.5e10, 8.1e11, 16, {"bfloat16": 197, "int8": 394}, host=8)
+
+    @staticmethod
+    def tpu_v6e(sizes: tuple[int, int] = (16, 16)) -> Topology:
+        """Return a slice of TPU v6e (Trillium): a 2-D grid, rings along dims of 16 devices alone.
+
+        Args:
+            sizes: Devices along each dim.
+
+        >>> import fshard as fs
+        >>> fs.Topology.tpu_v6e().link(fs.Mesh(x=16, y=16), ("x", "y")).bandwidth
+        360000000000.0
+        """
+        return _tpus("TPU v6e", sizes, 9e10, 1.6e12, 32, {"bfloat16": 920, "int8": 1840}, host=8)
 
     @staticmethod
     def cpu_host(processes: int = 8) -> Topology:
         """Return hosts that run gloo, over loopback inside and 25 Gb Ethernet between them.
 
-        Ethernet is after IEEE 802.3by, and a process has one channel of DDR4-3200 (JEDEC JESD79-4:
-        25.6 GB/s). Loopback and latencies are the order of magnitude that TCP achieves between two
-        processes on a server; measure with `fs.calibrate` where they matter.
+        Processes share the Ethernet (IEEE 802.3by), and each has one channel of DDR4-3200 (JEDEC
+        JESD79-4: 25.6 GB/s) and one core, 50 GFLOP/s in float32. Loopback and latencies are the
+        order of magnitude that TCP achieves between two processes on a server; measure with
+        `fs.calibrate` where they matter.
 
         Args:
             processes: Processes on a host, at least 1.
@@ -245,14 +324,16 @@ class Topology:
         >>> fs.Topology.cpu_host(4).title
         'CPU host, nodes of 4'
         """
+        shared = processes if isinstance(processes, int) and processes > 0 else 1  # refused below
         return Topology(
             "CPU host",
             inner=Link(latency=20e-6, bandwidth=2e9),
-            outer=Link(latency=50e-6, bandwidth=0.9 * 25e9 / 8),
+            outer=Link(latency=50e-6, bandwidth=0.9 * 25e9 / 8 / shared),
             node_size=processes,
             launch=50e-6,
             memory=0.8 * 25.6e9,
             message=10e-6,
+            flops=(("float32", 50e9), ("float64", 25e9)),
         )
 
     # -- text -------------------------------------------------------------------------
@@ -260,39 +341,72 @@ class Topology:
     @property
     def title(self) -> str:
         """Name and node size, such as `DGX H100, nodes of 8`."""
+        if isinstance(self.inner, Torus):
+            return f"{self.name}, {self.inner}"
         return self.name if self.node_size is None else f"{self.name}, nodes of {self.node_size}"
 
     def __str__(self) -> str:
-        links = [("inner", self.inner)]
+        links = [("inner", self.inner_link)]
         links += [("outer", self.outer)] if self.node_size is not None else []
         rows = [
             (name, f"{time_text(link.latency)}, {rate_text(link.bandwidth)}")
             for name, link in (*links, *self.links)
         ]
         rows += [("launch", time_text(self.launch)), ("message", time_text(self.message))]
-        rows += [("memory", rate_text(self.memory))]
+        capacity = f", {self.capacity:,} B" if self.capacity else ""
+        rows += [("memory", f"{rate_text(self.memory)}{capacity}")]
+        by_rate: dict[float, list[str]] = {}
+        for name, rate in self.flops:
+            by_rate.setdefault(rate, []).append(name)
+        rows += [("compute", f"{rate_text(rate, 'FLOP/s')} in {', '.join(names)}")
+                 for rate, names in sorted(by_rate.items())]  # fmt: skip
         width = max(len(name) for name, _ in rows)
         return "\n".join([self.title, *(f"  {name:<{width}}  {text}" for name, text in rows)])
 
     # -- links ------------------------------------------------------------------------
 
-    def link(self, mesh: Mesh, axes: Axes) -> Link:
-        """Return the link that a collective over `axes` is as slow as.
+    @property
+    def inner_link(self) -> Link:
+        """The link between two devices of a node that are neighbours."""
+        return self.inner.link if isinstance(self.inner, Torus) else self.inner
+
+    def flops_per_second(self, dtype: torch.dtype) -> float:
+        """Return the floating-point operations per second of one device in `dtype`.
 
         Args:
-            mesh: The mesh, whose devices are numbered node by node.
-            axes: Mesh axis or axes. Parts of a split axis, `x_0` and `x_1`, have the link of `x`
-                unless they have one of their own.
-
-        Returns:
-            The slowest of the links, by latency and by bandwidth.
+            dtype: The dtype of the operands. One without a rate of its own has the least rate.
 
         >>> import fshard as fs
-        >>> mesh = fs.Mesh(dp=4, tp=8)
-        >>> fs.Topology.cluster().link(mesh, ("dp", "tp")) == fs.Topology.cluster().outer
+        >>> import torch
+        >>> fs.Topology.tpu_v5e().flops_per_second(torch.bfloat16)
+        197000000000000.0
+        """
+        rates = dict(self.flops)
+        return rates.get(str(dtype).removeprefix("torch."), min(rates.values()))
+
+    def link(self, mesh: Mesh, axes: Axes, *, exchange: bool = False) -> Link:
+        """Return the effective link of a collective over `axes`.
+
+        Args:
+            mesh: The mesh, whose devices are numbered node by node, row-major over a torus.
+            axes: Mesh axis or axes. Parts of a split axis, `x_0` and `x_1`, have the link of `x`
+                unless they have one of their own.
+            exchange: False for gathers and reductions, True for exchanges and permutations.
+
+        Returns:
+            The latency of a round, and the bytes per second that a rank receives.
+
+        Raises:
+            ShardingError: If an axis does not fill dims of a torus, or an equal part of one.
+
+        >>> import fshard as fs
+        >>> mesh, cluster = fs.Mesh(dp=4, tp=8), fs.Topology.cluster()
+        >>> [cluster.link(mesh, axes).bandwidth / 1e9 for axes in ("tp", "dp", ("dp", "tp"))]
+        [360.0, 45.0, 360.0]
+        >>> cluster.link(mesh, ("dp", "tp"), exchange=True) == cluster.outer
         True
         """
-        return _link(self, as_mesh(mesh, "fs.Topology.link"), as_axes(axes))
+        return _link(self, as_mesh(mesh, "fs.Topology.link"), as_axes(axes), exchange)
 
     def between(self, mesh: Mesh, other: Mesh) -> Link:
         """Return the link that an exchange between the ranks of two meshes is as slow as.
@@ -322,10 +436,7 @@ class Topology:
         >>> import fshard as fs
         >>> fs.Topology.cluster().save("/dev/null")
         """
-        text = json.dumps(
-            {**asdict(self), "links": {a: asdict(k) for a, k in self.links}}, indent=2
-        )
-        Path(_path("fs.Topology.save", path)).write_text(text + "\n")
+        Path(as_path("fs.Topology.save", path)).write_text(topology_json(self) + "\n")
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Topology:
@@ -344,29 +455,15 @@ class Topology:
         ...     fs.Topology.load(file.name) == fs.Topology.cluster()
         True
         """
-        where = "fs.Topology.load"
-        file = repr(os.fspath(_path(where, path)))
-        try:
-            read = json.loads(Path(path).read_text())
-        except OSError as error:
-            fail(where, f"{file}: {error.strerror}", "the file must be readable",
-                 "topology.save(path) writes one, fs.calibrate(mesh, save=path) too")  # fmt: skip
-        except (ValueError, RecursionError):
-            fail(where, file, "the file must hold JSON, as Topology.save writes it", REWRITE)
-        raise_if(where, problems := _key_problems(read, file))
-        read_links = read["links"] if isinstance(read["links"], dict) else {"links": read["links"]}
-        links = tuple(_read_links(read_links, file, problems).items())
-        ends = dict.fromkeys(ENDS, NVLINK)
-        ends |= _read_links({name: read[name] for name in ENDS}, file, problems)
-        values = {**read, **ends, "links": links}
-        topology = _build(f"{file} with", lambda: Topology(**values), problems)
-        raise_if(where, problems)
-        assert topology is not None
-        return topology
+        names = (field.name for field in fields(Topology))
+        return read_topology("fs.Topology.load", path, Topology, names)
 
 
-def _machine(name: str, size: int, *, nvlink: float, network: float, memory: float) -> Topology:
-    """Return a preset from promised bandwidths: NVLink in GB/s each way, Gb/s, memory in GB/s."""
+def _gpus(
+    name: str, size: int, *, nvlink: float, network: float, memory: float, capacity: int,
+    tflops: Mapping[str, float],
+) -> Topology:  # fmt: skip
+    """Return a preset from promised rates: NVLink in GB/s each way, Gb/s, memory in GB/s and GB."""
     return Topology(
         name,
         inner=Link(NVLINK.latency, 0.8e9 * nvlink),
@@ -374,100 +471,81 @@ def _machine(name: str, size: int, *, nvlink: float, network: float, memory: flo
         node_size=size,
         launch=6.6e-6,
         memory=0.8e9 * memory,
+        flops=tuple((dtype, 0.7e12 * rate) for dtype, rate in tflops.items()),
+        capacity=capacity * 10**9,
     )
 
 
-T = TypeVar("T")
-ENDS = ("inner", "outer")
-REWRITE = "write it again with topology.save(path)"
+def _tpus(
+    name: str, sizes: tuple[int, ...], bandwidth: float, memory: float, capacity: int,
+    tflops: Mapping[str, float], *, host: int,
+) -> Topology:  # fmt: skip
+    """Return a preset with links of 1 us; `host` chips share 25 GB/s of the data-center network.
 
-
-def _path(where: str, path: object) -> str | os.PathLike[str]:
-    if not isinstance(path, str | os.PathLike):
-        fail(where, f"path {path!r}", "path must be a str or a Path", "'topology.json'")
-    return path
-
-
-def _key_problems(read: Any, file: str) -> list[Problem]:
-    """Return a problem if the keys of a file are not those of a topology."""
-    names = {field.name for field in fields(Topology)}
-    rule = f"the keys must be {', '.join(sorted(names))}"
-    if not isinstance(read, dict):
-        return [Problem(f"{file} with no mapping", rule, REWRITE)]
-    differences = ("without", names - {*read}), ("with", {*read} - names)
-    given = " and ".join(f"{word} {', '.join(sorted(keys))}" for word, keys in differences if keys)
-    return [Problem(f"{file} {given}", rule, REWRITE)] if given else []
-
-
-def _read_links(read: dict[str, Any], file: str, problems: list[Problem]) -> dict[str, Link]:
-    """Return the links of a file that are valid, and add to `problems` for the others."""
-    keys = {field.name for field in fields(Link)}
-    links = {}
-    for name, value in read.items():
-        if not isinstance(value, dict) or set(value) != keys:
-            rule = "a link must have a latency and a bandwidth"
-            problems.append(Problem(f"{file} with {name} {value!r}", rule, REWRITE))
-        elif (link := _build(f"{file} with {name}", partial(Link, **value), problems)) is not None:
-            links[name] = link
-    return links
-
-
-def _build(given: str, make: Callable[[], T], problems: list[Problem]) -> T | None:
-    """Return `make()`, or add its problems to `problems` and return None."""
-    try:
-        return make()
-    except ShardingError as error:
-        problems += [Problem(f"{given} {p.given}", p.rule, REWRITE) for p in error.problems]
-    return None
+    Slices of v4 and v5p are rings along all dims if they consist of cubes of 4 x 4 x 4, others
+    along dims of 16. Compiled collectives have no launch.
+    """
+    cubes = len(sizes) == 3 and all(size % 4 == 0 for size in sizes)
+    wraps = tuple(cubes or (len(sizes) == 2 and size == 16) for size in sizes)
+    return Topology(
+        name,
+        inner=Torus(sizes, Link(1e-6, bandwidth), wraps),
+        outer=Link(10e-6, 2.5e10 / host),
+        launch=0.0,
+        memory=memory,
+        message=0.0,
+        flops=tuple((dtype, 1e12 * rate) for dtype, rate in tflops.items()),
+        capacity=capacity * 10**9,
+    )
 
 
 @lru_cache(maxsize=4096)
-def _link(topology: Topology, mesh: Mesh, axes: tuple[str, ...]) -> Link:
+def _link(topology: Topology, mesh: Mesh, axes: tuple[str, ...], exchange: bool) -> Link:
     links = dict(topology.links)
-    slowest = [_own_link(links, axis) or _node_link(topology, mesh, axis) for axis in axes]
-    return _slowest(slowest) if slowest else topology.inner
+    own = [link for axis in axes if (link := own_link(links, axis)) is not None]
+    rest = tuple(axis for axis in axes if own_link(links, axis) is None)
+    if rest:
+        on_torus = isinstance(topology.inner, Torus)
+        own.append((_torus_link if on_torus else _switch_link)(topology, mesh, rest, exchange))
+    return slowest(own) if own else topology.inner_link
 
 
-def _slowest(links: list[Link]) -> Link:
-    if len(links) == 1:
-        return links[0]
-    return Link(max(link.latency for link in links), min(link.bandwidth for link in links))
+def _switch_link(
+    topology: Topology, mesh: Mesh, axes: tuple[str, ...], exchange: bool
+) -> Link:  # fmt: skip
+    inner, outer, size = topology.inner_link, topology.outer, topology.node_size
+    inside = {stays_inside(mesh, axis, size) for axis in axes}
+    link = slowest([inner if flag else outer for flag in inside])
+    if exchange or size is None or inside == {True}:
+        return link
+    cards = ranks_per_node(mesh, axes, size)
+    return Link(link.latency, min(inner.bandwidth, cards * outer.bandwidth)) if cards > 1 else link
 
 
-def _own_link(links: Mapping[str, Link], axis: str) -> Link | None:
-    """Return the link of an axis, or of the axis that it is a part of, if it has its own."""
-    while axis not in links:
-        axis, mark, number = axis.rpartition("_")
-        if not mark or not number.isdigit():
-            return None
-    return links[axis]
+def _torus_link(
+    topology: Topology, mesh: Mesh, axes: tuple[str, ...], exchange: bool
+) -> Link:  # fmt: skip
+    torus, outer = topology.inner, topology.outer
+    assert isinstance(torus, Torus)
+    extents = torus_extents(torus, mesh, axes)
+    effective = exchange_link if exchange else gather_link
+    links = [effective(torus.link, extents)] if extents else []
+    if not all(stays_inside(mesh, axis, torus.size) for axis in axes):
+        cards = 1 if exchange else math.prod(extent.ranks for extent in extents)
+        links.append(Link(outer.latency, cards * outer.bandwidth))
+    if not links:
+        return torus.link
+    return Link(sum(link.latency for link in links), min(link.bandwidth for link in links))
 
 
 @lru_cache(maxsize=1024)
 def _between(topology: Topology, mesh: Mesh, other: Mesh) -> Link:
     links = [
-        _link(topology, side, tuple(axis for axis, size in side.shape.items() if size > 1))
+        _link(topology, side, tuple(axis for axis, size in side.shape.items() if size > 1), True)
         for side in (mesh, other)
     ]
     if topology.node_size is not None:
         ends = [rank for side in (mesh, other) for rank in (side.ranks[0], side.ranks[-1])]
         inside = len({rank // topology.node_size for rank in ends}) == 1
-        links.append(topology.inner if inside else topology.outer)
-    return _slowest(links)
-
-
-def _node_link(topology: Topology, mesh: Mesh, axis: str) -> Link:
-    """Return the inner link if every group along `axis` is inside a node, else the outer one."""
-    nodes = topology.node_size
-    if nodes is None or mesh.shape[axis] == 1:
-        return topology.inner
-    if isinstance(mesh.devices, range):
-        # Row-major ranks: the groups of an axis fill blocks of `span` ranks in a row, and a
-        # group leaves its node exactly where its block does. Where blocks begin repeats.
-        span = math.prod(mesh.sizes[mesh.axes.index(axis) :])
-        blocks = min(mesh.size // span, nodes // math.gcd(span, nodes))
-        starts = (mesh.devices.start + block * span for block in range(blocks))
-        inside = span <= nodes and all(start % nodes + span <= nodes for start in starts)
-    else:
-        inside = all(len({rank // nodes for rank in group}) == 1 for group in mesh.groups(axis))
-    return topology.inner if inside else topology.outer
+        links.append(topology.inner_link if inside else topology.outer)
+    return slowest(links)

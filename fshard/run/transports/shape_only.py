@@ -96,7 +96,8 @@ class RecordedCollective:
     def cost(self, topology: Topology) -> Cost:
         """Return the cost of the launch, without copies around it."""
         moved = self.traffic
-        time = collective_time(topology, topology.link(self.mesh, self.axes), moved, 0)
+        link = topology.link(self.mesh, self.axes, exchange=self.op == "all_to_all")
+        time = collective_time(topology, link, moved, 0)
         return Cost(time, moved.sent, moved.received, self.nbytes, 1, moved.messages)
 
 

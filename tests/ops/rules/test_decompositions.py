@@ -17,7 +17,8 @@ from fshard.ops.core.registry import decomposition_of, functional_of
 from fshard.ops.strategy.local_call import flat
 from fshard.partition.ir import Redistribution
 from fshard.partition.partitioned_call import PartitionedCall
-from fshard.program.cost.topology import Link, Topology
+from fshard.program.cost.links import Link
+from fshard.program.cost.topology import Topology
 from tests.helpers.ops.normalization_samples import (
     BATCHES,
     GROUPS,

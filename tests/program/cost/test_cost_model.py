@@ -14,8 +14,9 @@ from fshard.layout.mesh import Mesh
 from fshard.layout.parsing import parse
 from fshard.layout.partition_spec import PartitionSpec as P
 from fshard.layout.spec import Spec
+from fshard.program.cost.links import Link
 from fshard.program.cost.model import collective_time, copied_bytes, step_time
-from fshard.program.cost.topology import Link, Topology
+from fshard.program.cost.topology import Topology
 from fshard.program.cost.traffic import (
     Traffic,
     all_gather_traffic,

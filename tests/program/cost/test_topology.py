@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from hypothesis import strategies as st
 import fshard as fs
 from fshard._util.errors import ShardingError
 from fshard.layout.mesh import Mesh
-from fshard.program.cost.topology import Link, Topology
+from fshard.program.cost.links import Link
+from fshard.program.cost.topology import Topology
 from tests.helpers import spec_grid
 
 
@@ -26,7 +28,8 @@ def test_links_of_a_cluster() -> None:
     mesh = Mesh(dp=4, tp=8)
     inner, outer = cluster.inner, cluster.outer
     assert (cluster.link(mesh, "tp"), cluster.link(mesh, "dp")) == (inner, outer)
-    assert cluster.link(mesh, ("dp", "tp")) == outer
+    assert cluster.link(mesh, ("dp", "tp"), exchange=True) == outer
+    assert cluster.link(mesh, ("dp", "tp")) == Link(outer.latency, inner.bandwidth)
     assert node.link(mesh, "dp") == inner
     assert cluster.link(mesh, ()) == inner
     scattered = Mesh(dp=4, tp=8, devices=sorted(range(32), key=lambda rank: rank % 8))
@@ -47,7 +50,14 @@ def test_links_of_a_cluster_are_those_of_its_groups() -> None:
         mesh = Mesh(grid, devices=range(start, start + math.prod(size)))
         for axis in mesh.axes:
             inside = all(len({r // nodes for r in group}) == 1 for group in mesh.groups(axis))
-            assert Topology.cluster(nodes).link(mesh, axis) == (inner if inside else outer)
+            topology = Topology.cluster(nodes)
+            assert topology.link(mesh, axis, exchange=True) == (inner if inside else outer)
+            groups = [Counter(r // nodes for r in group) for group in mesh.groups(axis)]
+            shared = {count for group in groups for count in group.values()}
+            cards = shared.pop() if len(shared) == 1 else 1
+            rate = min(inner.bandwidth, cards * outer.bandwidth)
+            expected = inner if inside else Link(outer.latency, rate)
+            assert topology.link(mesh, axis) in (expected, outer), (mesh, axis, nodes)
 
 
 def test_links_of_a_huge_cluster() -> None:
@@ -146,7 +156,8 @@ def test_presets_achieve_most_of_the_promised_bandwidth(
 def test_cpu_host() -> None:
     host = Topology.cpu_host(4)
     assert host.link(Mesh(x=4), "x") == host.inner
-    assert host.link(Mesh(x=8), "x") == host.outer
+    assert host.link(Mesh(x=8), "x", exchange=True) == host.outer
+    assert host.link(Mesh(x=8), "x").bandwidth == 2e9  # loopback, slower than one Ethernet
     assert host.memory > host.inner.bandwidth
 
 
@@ -186,7 +197,10 @@ def test_save_and_load_round_trip(
     assert Topology.load(str(path)) == topology
 
 
-KEYS = "the keys must be inner, launch, links, memory, message, name, node_size, outer"
+KEYS = (
+    "the keys must be capacity, flops, inner, launch, links, memory, message, name, node_size, "
+    "outer"
+)
 LINK = "a link must have a latency and a bandwidth"
 
 

@@ -13,7 +13,8 @@ from fshard._util.errors import ShardingError
 from fshard.ops.core.call import Meta
 from fshard.ops.propagate.propagate import call_of, rule_of
 from fshard.ops.rules.nn.attention import attention_by_products
-from fshard.program.cost.topology import Link, Topology
+from fshard.program.cost.links import Link
+from fshard.program.cost.topology import Topology
 from tests.helpers.ops.samples import (
     Sample,
     rand,

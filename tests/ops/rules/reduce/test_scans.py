@@ -11,7 +11,8 @@ import torch
 
 import fshard as fs
 from fshard.partition.ir import Redistribution
-from fshard.program.cost.topology import Link, Topology
+from fshard.program.cost.links import Link
+from fshard.program.cost.topology import Topology
 from tests.helpers.ops.op_checks import call_with, check_call
 from tests.helpers.ops.samples import integers, positive
 from tests.helpers.ops.scan_samples import SCANS
