@@ -264,7 +264,7 @@ class Program:
         >>> src = fs.Spec(fs.Mesh(x=16), fs.P("x"), shape=(1024, 1024))
         >>> prog = fs.Program(src, (fs.AllGather("x", 0),), topology=fs.Topology.cluster())
         >>> print(prog.cost())
-        98.3 µs, 3.75 MiB sent, 3.75 MiB received, 4.00 MiB peak, 1 launch, 15 messages
+        21.9 µs, 3.75 MiB sent, 3.75 MiB received, 4.00 MiB peak, 1 launch, 15 messages
         >>> print(prog.cost(fs.Topology.node()))
         19.8 µs, 3.75 MiB sent, 3.75 MiB received, 4.00 MiB peak, 1 launch, 15 messages
         """
