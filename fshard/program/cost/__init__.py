@@ -1,6 +1,10 @@
 """Costs of steps and programs.
 
-- `topology`: `Topology`, the machine: links, launch and message times.
+- `links`: `Link` and `Torus`, the connections of devices.
+- `link_groups`: the effective link of a collective over mesh axes, on a switch or a torus.
+- `machines`: figures of public machines.
+- `topology`: `Topology`, the machine: links, launch and message times, rates of computation.
+- `topology_files`: files of topologies.
 - `shard_overlap`: elements that the worst-placed rank needs, holds and lacks; defines these words.
 - `rank_overlap`: the same for each rank.
 - `traffic`: bytes, messages and rounds of the busiest rank in a step.

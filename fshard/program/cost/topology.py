@@ -9,7 +9,6 @@ figures of "How to Scale Your Model" (Austin et al. 2025, part 2). `fs.calibrate
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -22,22 +21,10 @@ from fshard._torch.dynamo import graph_constant
 from fshard._util.errors import Problem, fail, raise_if
 from fshard._util.text import rate_text, time_text
 from fshard.layout.mesh import Axes, Mesh, as_axes, as_mesh
-from fshard.program.cost.links import (
-    Link,
-    Torus,
-    exchange_link,
-    gather_link,
-    is_number,
-    own_link,
-    ranks_per_node,
-    slowest,
-    stays_inside,
-    torus_extents,
-)
+from fshard.program.cost.link_groups import switch_link, torus_link
+from fshard.program.cost.links import Link, Torus, is_number, own_link, slowest
+from fshard.program.cost.machines import INFINIBAND, NVLINK, gpu_fields, tpu_fields
 from fshard.program.cost.topology_files import as_path, read_topology, topology_json
-
-NVLINK = Link(latency=0.6e-6, bandwidth=360e9)
-INFINIBAND = Link(latency=2.7e-6, bandwidth=45e9)
 
 
 @graph_constant
@@ -221,9 +208,11 @@ class Topology:
         >>> fs.Topology.dgx_a100().title
         'DGX A100, nodes of 8'
         """
-        return _gpus("DGX A100", 8, nvlink=300, network=200, memory=2039, capacity=80,
-                     tflops={"bfloat16": 312, "float16": 312, "float32": 156, "int8": 624,
-                             "float64": 19.5})  # fmt: skip
+        return Topology(**gpu_fields(
+            "DGX A100", 8, nvlink=300, network=200, memory=2039, capacity=80,
+            tflops={"bfloat16": 312, "float16": 312, "float32": 156, "int8": 624,
+                    "float64": 19.5},
+        ))  # fmt: skip
 
     @staticmethod
     def dgx_h100() -> Topology:
@@ -236,9 +225,11 @@ class Topology:
         >>> fs.Topology.dgx_h100().link(fs.Mesh(dp=4, tp=8), "tp")
         Link(latency=6e-07, bandwidth=360000000000.0)
         """
-        return _gpus("DGX H100", 8, nvlink=450, network=400, memory=3350, capacity=80,
-                     tflops={"bfloat16": 989, "float16": 989, "float32": 494, "int8": 1979,
-                             "float8_e4m3fn": 1979, "float64": 67})  # fmt: skip
+        return Topology(**gpu_fields(
+            "DGX H100", 8, nvlink=450, network=400, memory=3350, capacity=80,
+            tflops={"bfloat16": 989, "float16": 989, "float32": 494, "int8": 1979,
+                    "float8_e4m3fn": 1979, "float64": 67},
+        ))  # fmt: skip
 
     @staticmethod
     def gb200_nvl72() -> Topology:
@@ -251,9 +242,11 @@ class Topology:
         >>> fs.Topology.gb200_nvl72().title
         'GB200 NVL72, nodes of 72'
         """
-        return _gpus("GB200 NVL72", 72, nvlink=900, network=400, memory=8000, capacity=186,
-                     tflops={"bfloat16": 2500, "float16": 2500, "float32": 1250, "int8": 5000,
-                             "float8_e4m3fn": 5000, "float64": 40})  # fmt: skip
+        return Topology(**gpu_fields(
+            "GB200 NVL72", 72, nvlink=900, network=400, memory=8000, capacity=186,
+            tflops={"bfloat16": 2500, "float16": 2500, "float32": 1250, "int8": 5000,
+                    "float8_e4m3fn": 5000, "float64": 40},
+        ))  # fmt: skip
 
     @staticmethod
     def tpu_v4(sizes: tuple[int, int, int] = (4, 4, 4)) -> Topology:
@@ -267,7 +260,11 @@ class Topology:
         >>> pod.link(fs.Mesh(x=4, y=4, z=4), "x").bandwidth, pod.capacity
         (90000000000.0, 32000000000)
         """
-        return _tpus("TPU v4", sizes, 4.5e10, 1.2e12, 32, {"bfloat16": 275, "int8": 275}, host=4)
+        return Topology(
+            **tpu_fields(
+                "TPU v4", sizes, 4.5e10, 1.2e12, 32, {"bfloat16": 275, "int8": 275}, host=4
+            )
+        )
 
     @staticmethod
     def tpu_v5p(sizes: tuple[int, int, int] = (4, 4, 4)) -> Topology:
@@ -280,7 +277,9 @@ class Topology:
         >>> fs.Topology.tpu_v5p((16, 20, 28)).title
         'TPU v5p, torus 16x20x28'
         """
-        return _tpus("TPU v5p", sizes, 9e10, 2.8e12, 96, {"bfloat16": 459, "int8": 918}, host=4)
+        return Topology(
+            **tpu_fields("TPU v5p", sizes, 9e10, 2.8e12, 96, {"bfloat16": 459, "int8": 918}, host=4)
+        )
 
     @staticmethod
     def tpu_v5e(sizes: tuple[int, int] = (16, 16)) -> Topology:
@@ -293,7 +292,11 @@ class Topology:
         >>> fs.Topology.tpu_v5e((8, 4)).title
         'TPU v5e, grid 8x4, no ring along dim 0, 1'
         """
-        return _tpus("TPU v5e", sizes, 4.5e10, 8.1e11, 16, {"bfloat16": 197, "int8": 394}, host=8)
+        return Topology(
+            **tpu_fields(
+                "TPU v5e", sizes, 4.5e10, 8.1e11, 16, {"bfloat16": 197, "int8": 394}, host=8
+            )
+        )
 
     @staticmethod
     def tpu_v6e(sizes: tuple[int, int] = (16, 16)) -> Topology:
@@ -306,7 +309,11 @@ class Topology:
         >>> fs.Topology.tpu_v6e().link(fs.Mesh(x=16, y=16), ("x", "y")).bandwidth
         360000000000.0
         """
-        return _tpus("TPU v6e", sizes, 9e10, 1.6e12, 32, {"bfloat16": 920, "int8": 1840}, host=8)
+        return Topology(
+            **tpu_fields(
+                "TPU v6e", sizes, 9e10, 1.6e12, 32, {"bfloat16": 920, "int8": 1840}, host=8
+            )
+        )
 
     @staticmethod
     def cpu_host(processes: int = 8) -> Topology:
@@ -459,83 +466,18 @@ class Topology:
         return read_topology("fs.Topology.load", path, Topology, names)
 
 
-def _gpus(
-    name: str, size: int, *, nvlink: float, network: float, memory: float, capacity: int,
-    tflops: Mapping[str, float],
-) -> Topology:  # fmt: skip
-    """Return a preset from promised rates: NVLink in GB/s each way, Gb/s, memory in GB/s and GB."""
-    return Topology(
-        name,
-        inner=Link(NVLINK.latency, 0.8e9 * nvlink),
-        outer=Link(INFINIBAND.latency, 0.9e9 * network / 8),
-        node_size=size,
-        launch=6.6e-6,
-        memory=0.8e9 * memory,
-        flops=tuple((dtype, 0.7e12 * rate) for dtype, rate in tflops.items()),
-        capacity=capacity * 10**9,
-    )
-
-
-def _tpus(
-    name: str, sizes: tuple[int, ...], bandwidth: float, memory: float, capacity: int,
-    tflops: Mapping[str, float], *, host: int,
-) -> Topology:  # fmt: skip
-    """Return a preset with links of 1 us; `host` chips share 25 GB/s of the data-center network.
-
-    Slices of v4 and v5p are rings along all dims if they consist of cubes of 4 x 4 x 4, others
-    along dims of 16. Compiled collectives have no launch.
-    """
-    cubes = len(sizes) == 3 and all(size % 4 == 0 for size in sizes)
-    wraps = tuple(cubes or (len(sizes) == 2 and size == 16) for size in sizes)
-    return Topology(
-        name,
-        inner=Torus(sizes, Link(1e-6, bandwidth), wraps),
-        outer=Link(10e-6, 2.5e10 / host),
-        launch=0.0,
-        memory=memory,
-        message=0.0,
-        flops=tuple((dtype, 1e12 * rate) for dtype, rate in tflops.items()),
-        capacity=capacity * 10**9,
-    )
-
-
 @lru_cache(maxsize=4096)
 def _link(topology: Topology, mesh: Mesh, axes: tuple[str, ...], exchange: bool) -> Link:
     links = dict(topology.links)
     own = [link for axis in axes if (link := own_link(links, axis)) is not None]
     rest = tuple(axis for axis in axes if own_link(links, axis) is None)
     if rest:
-        on_torus = isinstance(topology.inner, Torus)
-        own.append((_torus_link if on_torus else _switch_link)(topology, mesh, rest, exchange))
+        inner, outer, size = topology.inner, topology.outer, topology.node_size
+        if isinstance(inner, Torus):
+            own.append(torus_link(inner, outer, mesh, rest, exchange))
+        else:
+            own.append(switch_link(inner, outer, size, mesh, rest, exchange))
     return slowest(own) if own else topology.inner_link
-
-
-def _switch_link(
-    topology: Topology, mesh: Mesh, axes: tuple[str, ...], exchange: bool
-) -> Link:  # fmt: skip
-    inner, outer, size = topology.inner_link, topology.outer, topology.node_size
-    inside = {stays_inside(mesh, axis, size) for axis in axes}
-    link = slowest([inner if flag else outer for flag in inside])
-    if exchange or size is None or inside == {True}:
-        return link
-    cards = ranks_per_node(mesh, axes, size)
-    return Link(link.latency, min(inner.bandwidth, cards * outer.bandwidth)) if cards > 1 else link
-
-
-def _torus_link(
-    topology: Topology, mesh: Mesh, axes: tuple[str, ...], exchange: bool
-) -> Link:  # fmt: skip
-    torus, outer = topology.inner, topology.outer
-    assert isinstance(torus, Torus)
-    extents = torus_extents(torus, mesh, axes)
-    effective = exchange_link if exchange else gather_link
-    links = [effective(torus.link, extents)] if extents else []
-    if not all(stays_inside(mesh, axis, torus.size) for axis in axes):
-        cards = 1 if exchange else math.prod(extent.ranks for extent in extents)
-        links.append(Link(outer.latency, cards * outer.bandwidth))
-    if not links:
-        return torus.link
-    return Link(sum(link.latency for link in links), min(link.bandwidth for link in links))
 
 
 @lru_cache(maxsize=1024)

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 import fshard as fs
 from fshard._util.errors import ShardingError
 from fshard.layout.mesh import Mesh
-from fshard.program.cost.links import Extent, Link, Torus, exchange_link, gather_link
+from fshard.program.cost.link_groups import Extent, exchange_link, gather_link
+from fshard.program.cost.links import Link, Torus
 from fshard.program.cost.topology import Topology
 
 HOP = Link(1e-6, 1.0)

@@ -1,0 +1,69 @@
+"""Fields of the topologies of public machines, from their promised rates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fshard.program.cost.links import Link, Torus
+
+NVLINK = Link(latency=0.6e-6, bandwidth=360e9)
+INFINIBAND = Link(latency=2.7e-6, bandwidth=45e9)
+
+
+def gpu_fields(
+    name: str, size: int, *, nvlink: float, network: float, memory: float, capacity: int,
+    tflops: Mapping[str, float],
+) -> dict[str, Any]:  # fmt: skip
+    """Return the fields of nodes of GPUs.
+
+    Args:
+        name: Name of the machine.
+        size: GPUs of a node.
+        nvlink: GB/s of a GPU in each direction, of which collectives achieve 80 %.
+        network: Gb/s of the network card of a GPU, of which they achieve 90 %.
+        memory: GB/s of its memory, of which copies achieve 80 %.
+        capacity: GB of its memory.
+        tflops: TFLOP/s by dtype, of which products achieve 70 %.
+    """
+    return {
+        "name": name,
+        "inner": Link(NVLINK.latency, 0.8e9 * nvlink),
+        "outer": Link(INFINIBAND.latency, 0.9e9 * network / 8),
+        "node_size": size,
+        "launch": 6.6e-6,
+        "memory": 0.8e9 * memory,
+        "flops": tuple((dtype, 0.7e12 * rate) for dtype, rate in tflops.items()),
+        "capacity": capacity * 10**9,
+    }
+
+
+def tpu_fields(
+    name: str, sizes: tuple[int, ...], bandwidth: float, memory: float, capacity: int,
+    tflops: Mapping[str, float], *, host: int,
+) -> dict[str, Any]:  # fmt: skip
+    """Return the fields of a slice of TPUs, with links of 1 us and no launches.
+
+    Slices of cubes of 4 x 4 x 4 are rings along all dims, flat ones along dims of 16.
+
+    Args:
+        name: Name of the machine.
+        sizes: Chips along each dim.
+        bandwidth: Bytes per second of a link in each direction.
+        memory: Bytes per second of a chip's memory.
+        capacity: GB of its memory.
+        tflops: TFLOP/s by dtype.
+        host: Chips that share 25 GB/s of the data-center network.
+    """
+    cubes = len(sizes) == 3 and all(size % 4 == 0 for size in sizes)
+    wraps = tuple(cubes or (len(sizes) == 2 and size == 16) for size in sizes)
+    return {
+        "name": name,
+        "inner": Torus(sizes, Link(1e-6, bandwidth), wraps),
+        "outer": Link(10e-6, 2.5e10 / host),
+        "launch": 0.0,
+        "memory": memory,
+        "message": 0.0,
+        "flops": tuple((dtype, 1e12 * rate) for dtype, rate in tflops.items()),
+        "capacity": capacity * 10**9,
+    }
