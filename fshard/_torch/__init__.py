@@ -15,6 +15,7 @@ cost no Python call.
 - `module_state`: dictionaries of modules, metas of tensors.
 - `symbolic_numbers`: numbers that are symbols in a trace.
 - `memory`: storages, results that must not alias arguments.
+- `saved_tensors`: hooks of saved tensors, references to storages.
 - `checkpointing`: `torch.utils.checkpoint`'s second forward pass.
 - `dynamo`: functions that `torch.compile` skips, calls while tracing or takes as nodes; constants.
 - `process_groups`: process groups, stores and placements of `torch.distributed`.

@@ -33,6 +33,7 @@ from fshard.partition.assignment.fastest_assignment import (
     copy_aliased_results,
     fastest_assignment,
 )
+from fshard.partition.execution.remat_plan import Remat, check_remat
 from fshard.partition.function_traces import FunctionTraces
 from fshard.partition.ir import Ref, Write
 from fshard.partition.number_variants import NumberVariants, Plan
@@ -61,6 +62,7 @@ class Partition:
         out_specs: the layouts of the results, None where they are left as they come out.
         params: the layouts of the first argument, if given apart.
         topology: the topology that layouts are costed on.
+        remat: what the backward pass computes again, None for nothing.
         module: the module that `fn` calls, None for a function.
 
     >>> import torch
@@ -86,10 +88,11 @@ class Partition:
         where: str = "",
         module: torch.nn.Module | None = None,
         hold: tuple[str, ...] = (),
+        remat: Remat = None,
     ) -> None:
         self.fn, self.mesh, self.in_specs, self.out_specs = (fn, mesh, in_specs, out_specs)
         self.params, self.refuse_writes, self.module = params, refuse_writes, module
-        self.hold = hold
+        self.hold, self.remat = hold, remat
         self.where = where or f"fs.partition({name_of(fn)})"
         self.topology = as_topology("fs.partition", topology, meshes=(mesh,))
         self._calls: dict[Any, NumberVariants] = BoundedDict()
@@ -100,7 +103,7 @@ class Partition:
     def __reduce__(self) -> tuple[Any, ...]:
         module = self.module
         fn = arguments.importable(self.fn, self.where) if module is None else module
-        names = "mesh", "in_specs", "out_specs", "params", "topology", "hold"
+        names = "mesh", "in_specs", "out_specs", "params", "topology", "hold", "remat"
         return _rebuild, (fn, {name: getattr(self, name) for name in names})
 
     @run_uncompiled
@@ -297,6 +300,7 @@ class Partition:
             tuple(out_specs[:count]), tuple(assignment.inputs), tuple(outputs[:count]),
             traced.written, result_tree, self.topology, grad, traced.graph,
             (*names, *(leaf_names[index] for index in numbers)), numbers, traced.accepts,
+            signature.requires_grad, signature.device, self.remat,
         )  # fmt: skip
         self._last = call
         return call, specs
@@ -318,6 +322,7 @@ def partition(
     params: Any = None,
     topology: Topology | None = None,
     hold: str | Sequence[str] = (),
+    remat: Remat = None,
 ) -> Partition:
     """Transform a function of one device into a local program with explicit collectives.
 
@@ -357,6 +362,18 @@ def partition(
         hold: axes along which the tensors of `params` stay sharded where they are used, as in
             tensor parallelism: activations are sent instead, also where the cost model prefers to
             gather a weight (`explain()` says where). An operation that has no such rule gathers.
+        remat: what the backward pass computes again in place of keeping it. None keeps what
+            autograd keeps. `"gathers"` redistributes sharded arguments again, as ZeRO-3 and FSDP
+            with `reshard_after_forward=True` do: gathered parameters are freed after their use.
+            `"all"` keeps the arguments alone. A function `policy(op, *args, **kwargs)` decides for
+            every operation, with specs in the places of tensors, and for every redistribution, as
+            `policy(program, spec)`: True or a `CheckpointPolicy` that saves keeps the results,
+            False or one that recomputes does not. Layouts and values are the same under every
+            policy, and random operations draw the same values again. Launches that run again are
+            coalesced and one is ahead of its use. Parts that `torch.utils.checkpoint` recomputes
+            stay as they are. Transforms of `torch.func` and graphs of `torch.compile` ignore it.
+            `explain()` marks what runs again by `↻`, and `trace(*args).saved_bytes()` has the bytes
+            that are kept.
 
     Returns:
         A `Partition`: called with pairs it returns pairs, with global tensors global tensors. It is
@@ -367,8 +384,8 @@ def partition(
             writes tensors it closes over, if autograd would not see a write, or if a pair has
             another layout than `in_specs`.
 
-    After GSPMD (arXiv 2105.04663) and `jax.jit`; the result is a value: `explain()` has a line for
-    every operation, `graph` is code.
+    After GSPMD (arXiv 2105.04663), `jax.jit` and `jax.checkpoint`; the result is a value:
+    `explain()` has a line for every operation, `graph` is code.
 
     >>> import torch
     >>> import fshard as fs
@@ -402,7 +419,9 @@ def partition(
         fail("fs.partition", f"hold={hold!r} without params",
              "the held tensors must be those of params",
              "params=P(...), the layouts of the first argument")  # fmt: skip
-    return Partition(run, mesh, in_specs, out_specs, params, topology, module=source, hold=axes)
+    check_remat(remat)
+    return Partition(run, mesh, in_specs, out_specs, params, topology, module=source, hold=axes,
+                     remat=remat)  # fmt: skip
 
 
 def _rebuild(fn: Callable[..., Any], options: dict[str, Any]) -> Partition:

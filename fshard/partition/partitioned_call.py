@@ -9,6 +9,8 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
+from fshard._torch.fake_tensors import FakeTensor, FunctionalTensor
+from fshard._torch.functorch import is_transformed
 from fshard._torch.memory import data_address
 from fshard._torch.symbolic_numbers import Accepts
 from fshard._util.errors import fail
@@ -20,7 +22,11 @@ from fshard.layout.tree import TreeDef
 from fshard.ops.core.call import instances_in
 from fshard.partition import ir
 from fshard.partition.execution import run_lines
+from fshard.partition.execution.recomputation import RematerializedLines
+from fshard.partition.execution.remat_plan import Remat, RematPlan
+from fshard.partition.execution.saved_bytes import AbstractCall, SavedBytes
 from fshard.partition.execution.schedule import schedule
+from fshard.partition.execution.segments import RankLines
 from fshard.partition.ir import Line, Redistribution
 from fshard.program.cost.model import Cost
 from fshard.program.cost.topology import Topology
@@ -30,6 +36,7 @@ from fshard.run.creation import rank_on_mesh
 from fshard.run.global_tensors import unshard
 
 WHERE = "a partitioned function"
+CPU = torch.device("cpu")
 Simulation = Callable[[Sequence[Any], Sequence[int | float]], list[Any]]
 """Function of all ranks' locals and the symbolic numbers, to the leaves of the results."""
 
@@ -56,6 +63,9 @@ class PartitionedCall:
         names: the paths of the arguments' tensors, then of their symbolic numbers.
         numbers: indices of the arguments' leaves that are numbers of any value.
         accepts: the values of those numbers that the trace holds for.
+        requires_grad: for every tensor of the arguments, if its gradient is requested.
+        device: the device of the arguments' tensors.
+        remat: the policy by which the backward pass recomputes values.
     """
 
     mesh: Mesh
@@ -72,10 +82,14 @@ class PartitionedCall:
     names: tuple[str, ...]
     numbers: tuple[int, ...] = ()
     accepts: Accepts | None = None
+    requires_grad: tuple[bool, ...] = ()
+    device: torch.device = CPU
+    remat: Remat = None
     _schedule: list[Line] = field(default_factory=list)
     _graphs: dict[int, fx.GraphModule] = field(default_factory=dict)
     _functions: dict[int, Callable[..., tuple[Any, ...]]] = field(default_factory=dict)
     _simulation: list[Simulation] = field(default_factory=list)
+    _remat: dict[object, Any] = field(default_factory=dict)
 
     def __reduce__(self) -> NoReturn:
         fail("pickle", "a PartitionedCall",
@@ -104,11 +118,52 @@ class PartitionedCall:
         Args:
             topology: the topology to cost them on; None is the one they were planned on.
             backward: return the cost of what runs backward instead: transposes, and what
-                checkpointed calls run again.
+                checkpointed calls and `remat` run again.
         """
         plans_of = ir.backward_plans if backward else ir.forward_plans
-        plans = (plan for line in self.schedule for plan in plans_of(line))
+        plans = [plan for line in self.schedule for plan in plans_of(line)]
+        if backward and self.remat is not None:
+            plans += [plan for line in self.remat_plan.lines for plan in ir.forward_plans(line)]
         return Cost.in_turn(plan.cost(topology or self._topology) for plan in plans)
+
+    @property
+    def _abstract(self) -> AbstractCall:
+        return AbstractCall(
+            self.mesh, self.schedule, self._inputs,
+            [out for out in self._outputs if type(out) is int], self.in_specs,
+            self.requires_grad, self.device, WHERE,
+        )  # fmt: skip
+
+    @property
+    def remat_plan(self) -> RematPlan:
+        """The lines that the backward pass runs again, by the policy `remat`."""
+        if "plan" not in self._remat:
+            self._remat["plan"] = self._abstract.remat_plan(self.remat if self.grad else None)
+        plan: RematPlan = self._remat["plan"]
+        return plan
+
+    def saved_bytes(self, rank: int | None = None) -> SavedBytes:
+        """Return the bytes that a rank keeps for the backward pass.
+
+        PyTorch's derivatives run once on tensors without values.
+
+        Args:
+            rank: the rank; None is the first of the mesh.
+
+        >>> import torch
+        >>> from fshard import Mesh, P, partition
+        >>> part = partition(lambda w, x: (x @ w).tanh(), mesh=Mesh(x=2), in_specs=P("x"))
+        >>> call = part.trace(torch.ones(4, 8, requires_grad=True), torch.ones(2, 4))
+        >>> call.saved_bytes().total, call.saved_bytes().gathered  # x is an argument
+        (32, 0)
+        """
+        rank = self.mesh.ranks[0] if rank is None else rank
+        if not self.grad:
+            return SavedBytes({}, 0)
+        if rank not in self._remat:
+            self._remat[rank] = self._abstract.saved_bytes(self.remat_plan, rank)
+        saved: SavedBytes = self._remat[rank]
+        return saved
 
     def graph(self, rank: int = 0) -> fx.GraphModule:
         """Return the FX graph of local operations and programs that a rank runs."""
@@ -154,6 +209,8 @@ class PartitionedCall:
 
     def _run(self, locals_: Sequence[Any], numbers: Sequence[int | float]) -> list[Any]:
         outputs = self._outputs
+        if self._recomputes(locals_):
+            return self._run_rematerialized(locals_, numbers)
         for local in locals_:
             if not isinstance(local, torch.Tensor):
                 break
@@ -164,6 +221,39 @@ class PartitionedCall:
         if not self._simulation:
             self._simulation.append(self._all_ranks())
         return self._simulation[0](locals_, numbers)
+
+    def _recomputes(self, locals_: Sequence[Any]) -> bool:
+        """Return True if a call has a backward pass that recomputes values.
+
+        Transforms of `torch.func` and graphs that are recorded keep what autograd keeps.
+        """
+        if self.remat is None or not torch.is_grad_enabled() or is_transformed():
+            return False
+        tensors = instances_in(locals_, torch.Tensor)
+        plain = not any(isinstance(x, FakeTensor | FunctionalTensor) or x.is_meta for x in tensors)
+        return plain and bool(self.remat_plan.units)
+
+    def _run_rematerialized(
+        self, locals_: Sequence[Any], numbers: Sequence[int | float]
+    ) -> list[Any]:
+        """Run the lines under hooks that recompute what the policy does not keep."""
+        on_rank = all(isinstance(local, torch.Tensor) for local in locals_)
+        rank = rank_on_mesh(self.mesh, WHERE) if on_rank else None
+        key = "code", rank
+        if key not in self._remat:
+            abstract = self._abstract
+            self._remat[key] = RematerializedLines(
+                self.remat_plan, abstract.lines, abstract.inputs, abstract.outputs, self.names,
+                RankLines(self.mesh, rank),
+            )  # fmt: skip
+        repeated = numbers if on_rank else [(number,) * self.mesh.size for number in numbers]
+        results = iter(self._remat[key].run([*locals_, *repeated])[0])
+        leaves: list[Any] = []
+        for out, spec in zip(self._outputs, self.out_specs, strict=True):
+            value = out.value if type(out) is not int else next(results)
+            is_number = not on_rank and type(out) is int and spec is None
+            leaves.append(value[0] if is_number else value)
+        return leaves
 
     def _function(self, rank: int) -> Callable[..., tuple[Any, ...]]:
         """Return the code of a rank, a function of its locals and the numbers."""

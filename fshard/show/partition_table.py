@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from fshard._util.text import bytes_text, plural, time_text
 from fshard.layout.spec import Spec
@@ -15,6 +16,7 @@ from fshard.partition.ir import (
     LaunchBatch,
     Line,
     Operation,
+    Pick,
     Redistribution,
     RegionCall,
     Write,
@@ -34,7 +36,7 @@ MAX_GATHERED = 4
 """Most gathered arguments that get a note."""
 COLUMNS = (
     Column("", wrap=True), Column("spec", wrap=True), Column("forward", right=True),
-    Column("backward", right=True),
+    Column("backward", right=True), Column("saved", right=True),
 )  # fmt: skip
 
 
@@ -43,11 +45,14 @@ def explain_partitioned(call: PartitionedCall, topology: Topology) -> Table:
     """Return a table of arguments and operations with specs: implements `PartitionedCall.explain`.
 
     Rows under an argument, and above an operation, are the steps that redistribute it or its
-    operands: `→` in the forward pass, `←` in the gradient's, with the bytes that the busiest rank
-    sends. Steps that send nothing have no row. Arguments with one layout and the same
-    redistributions are one row. Notes list the launches that several values share, and arguments
-    that were gathered: the modelled time of the operation, and of the fastest one that would have
-    kept their layout, both with the time to redistribute its operands and to reduce its results.
+    operands: `→` in the forward pass, `←` in the gradient's, and `↻` in the backward pass again,
+    with the bytes that the busiest rank sends. Steps that send nothing have no row. Arguments with
+    one layout and the same redistributions are one row. `saved` are the bytes of a row's results
+    that the first rank keeps for the backward pass (`PartitionedCall.saved_bytes`), or `↻` if the
+    backward pass computes them again. Notes list the launches that several values share, and
+    arguments that were gathered: the modelled time of the operation, and of the fastest one that
+    would have kept their layout, both with the time to redistribute its operands and to reduce its
+    results.
 
     >>> import torch
     >>> from fshard import Mesh, P, partition
@@ -55,35 +60,65 @@ def explain_partitioned(call: PartitionedCall, topology: Topology) -> Table:
     >>> w, x = torch.ones(4, 8, requires_grad=True), torch.ones(2, 4)
     >>> print(explain_partitioned(f.trace(w, x), Topology.node()))
     1 operation on Mesh(dp=2), topology node
-                      spec         forward  backward
-    ────────────────────────────────────────────────
+                      spec         forward  backward  saved
+    ───────────────────────────────────────────────────────
     args[0]           f32[4,8]
     ← all_reduce(dp)  f32[4,8]                 128 B
     args[1]           f32[2@dp,4]
     matmul            f32[2@dp,8]
     result            f32[2@dp,8]
-    ────────────────────────────────────────────────
+    ───────────────────────────────────────────────────────
     launches                             0         1
     sent                               0 B     128 B
     time                              0 µs   6.75 µs
+    saved                                               0 B
     """
-    rows = [*_arguments(call)]
-    rows += [(name, "any value", "", "") for name in call.names[len(call.in_specs) :]]
+    kept = _KeptMemory.of(call)
+    rows = [*_arguments(call, kept)]
+    rows += [(name, "any value", "", "", "") for name in call.names[len(call.in_specs) :]]
     for line in call.lines:
-        rows += _line(line, call._inputs)
-    rows += [("result", str(spec), "", "") for spec in call.out_specs if spec is not None]
+        rows += _line(line, call._inputs, kept)
+    rows += [("result", str(spec), "", "", "") for spec in call.out_specs if spec is not None]
     costs = [call.cost(topology), call.cost(topology, backward=True)]
     footer = [
-        ("launches", "", *(f"{cost.launches:,}" for cost in costs)),
-        ("sent", "", *(bytes_text(cost.bytes_sent) for cost in costs)),
-        ("time", "", *(time_text(cost.time) for cost in costs)),
+        ("launches", "", *(f"{cost.launches:,}" for cost in costs), ""),
+        ("sent", "", *(bytes_text(cost.bytes_sent) for cost in costs), ""),
+        ("time", "", *(time_text(cost.time) for cost in costs), ""),
     ]
+    if call.grad:
+        footer.append(("saved", "", "", "", bytes_text(sum(kept.nbytes.values()))))
     count = sum(isinstance(line, Operation | Factory) for line in call.lines)
     title = f"{plural(count, 'operation')} on {call.mesh}, topology {topology.title}"
-    shown = len(COLUMNS) if call.grad else -1
-    notes = (*_coalesced(call), *_gathered(call))
+    shown = len(COLUMNS) if call.grad else -2
+    again = ("↻ runs again in the backward pass",) if kept.recomputed else ()
+    notes = (*again, *_coalesced(call), *_gathered(call))
     return Table(title, COLUMNS[:shown], tuple(row[:shown] for row in rows),
                  tuple(row[:shown] for row in footer), notes)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _KeptMemory:
+    """Bytes kept for the backward pass by value, and the values that it computes again."""
+
+    nbytes: dict[int, int]
+    recomputed: frozenset[int]
+
+    @classmethod
+    def of(cls, call: PartitionedCall) -> _KeptMemory:
+        """Return the memory of a call, by the values that have a row."""
+        sources = {x.out: x.source.value for x in call.lines if isinstance(x, Pick)}
+        nbytes: Counter[int] = Counter()
+        for value, n in call.saved_bytes().values.items():
+            nbytes[sources.get(value, value)] += n
+        again = call.remat_plan.producers
+        return cls(nbytes, frozenset(sources.get(value, value) for value in again))
+
+    def cell(self, *values: int) -> str:
+        """Return the bytes of values as text."""
+        nbytes = sum(self.nbytes.get(value, 0) for value in values)
+        if nbytes or self.recomputed.isdisjoint(values):
+            return bytes_text(nbytes) if nbytes else ""
+        return "↻"
 
 
 def _coalesced(call: PartitionedCall) -> Iterator[str]:
@@ -96,6 +131,11 @@ def _coalesced(call: PartitionedCall) -> Iterator[str]:
                 f"{sign} {launch.name} of {len(launch.steps)} {launch.scope()}"
                 for sign, batch in passes for launch in batch.launches if len(launch.steps) > 1
             )  # fmt: skip
+    texts.update(
+        f"↻ {launch.name} of {len(launch.steps)} {launch.scope()}"
+        for unit in call.remat_plan.units if unit.launch is not None
+        for launch in unit.launch.batch.launches if len(launch.steps) > 1
+    )  # fmt: skip
     for text, n in texts.items():
         yield f"in {'one launch' if n == 1 else f'each of {n} launches'}: {text}"
 
@@ -129,30 +169,34 @@ def _gathered(call: PartitionedCall) -> Iterator[str]:
         )
 
 
-def _line(line: Line, inputs: Sequence[int]) -> Iterator[Row]:
+def _line(line: Line, inputs: Sequence[int], kept: _KeptMemory) -> Iterator[Row]:
     match line:
         case Operation():
-            yield line.name, specs_text(line.strategy.out_specs), "", ""
+            yield line.name, specs_text(line.strategy.out_specs), "", "", kept.cell(line.out)
         case Factory():
             sharded = any(line.spec.partition.dims)
-            yield line.name, str(line.spec) if sharded else "replicated", "", ""
+            text = str(line.spec) if sharded else "replicated"
+            yield line.name, text, "", "", kept.cell(line.out)
         case Write():
-            yield f"writes {line.name}", "", "", ""
+            yield f"writes {line.name}", "", "", "", ""
         case CustomGradient():
-            yield "custom backward", "", "", ""
+            yield "custom backward", "", "", "", kept.cell(line.out)
             yield from _backward_rows(line, 1)
         case RegionCall():
-            yield line.region.__name__, specs_text(line.region.out_specs), "", ""
+            specs = specs_text(line.region.out_specs)
+            yield line.region.__name__, specs, "", "", kept.cell(line.out)
             for (op, axes, nbytes), n in _sent(line.forward).items():
-                yield f"→ {_times(n)}{op}({axes})", "in the body", bytes_text(n * nbytes), ""
+                yield (f"→ {_times(n)}{op}({axes})", "in the body", bytes_text(n * nbytes), "",
+                       "")  # fmt: skip
             for (op, axes, nbytes), n in _sent(line.backward).items():
-                yield f"← {_times(n)}{op}({axes})", "in the body", "", bytes_text(n * nbytes)
+                yield (f"← {_times(n)}{op}({axes})", "in the body", "", bytes_text(n * nbytes),
+                       "")  # fmt: skip
         case BeginCheckpoint():
-            yield "begin checkpoint", "", "", ""
+            yield "begin checkpoint", "", "", "", ""
         case EndCheckpoint():
-            yield "end checkpoint", "", "", ""
+            yield "end checkpoint", "", "", "", ""
         case Redistribution() if line.source.value not in inputs:
-            yield from _move_rows(line, 1)
+            yield from _move_rows([line], kept)
 
 
 def _sent(collectives: Sequence[RecordedCollective]) -> Counter[tuple[str, str, int]]:
@@ -160,10 +204,10 @@ def _sent(collectives: Sequence[RecordedCollective]) -> Counter[tuple[str, str, 
     return Counter((x.op, ", ".join(x.axes), x.traffic.sent) for x in collectives)
 
 
-def _arguments(call: PartitionedCall) -> Iterator[Row]:
+def _arguments(call: PartitionedCall, kept: _KeptMemory) -> Iterator[Row]:
     """Yield rows of the arguments and their redistributions, one for arguments that agree."""
     names_of: dict[tuple[Spec, tuple[tuple[Program, bool], ...]], list[str]] = {}
-    moves_of: dict[object, list[Redistribution]] = {}
+    moves_of: dict[object, list[list[Redistribution]]] = {}
     for index, spec, name in zip(call._inputs, call.in_specs, call.names, strict=False):
         moves = [
             line
@@ -172,25 +216,38 @@ def _arguments(call: PartitionedCall) -> Iterator[Row]:
         ]
         key = spec, tuple((move.program, move.grad) for move in moves)
         names_of.setdefault(key, []).append(name)
-        moves_of.setdefault(key, moves)
+        moves_of.setdefault(key, []).append(moves)
     for key, names in names_of.items():
         more = ", ..." if names[1:] else ""
-        yield names[0] + more, _times(len(names)) + str(key[0]), "", ""
-        for move in moves_of[key]:
-            yield from _move_rows(move, len(names))
+        yield names[0] + more, _times(len(names)) + str(key[0]), "", "", ""
+        for equal in zip(*moves_of[key], strict=True):
+            yield from _move_rows(equal, kept)
 
 
-def _move_rows(move: Redistribution, times: int) -> Iterator[Row]:
-    """Yield rows of the steps of a program and of its transpose that send."""
-    yield from _steps("→", move.program, times)
-    yield from _backward_rows(move, times)
+def _move_rows(moves: Sequence[Redistribution], kept: _KeptMemory) -> Iterator[Row]:
+    """Yield rows of the steps that send of a program, which several values have.
+
+    Its steps of the forward pass come first, then those that run again, then the transpose's. One
+    that sends nothing has a row if its result is kept.
+    """
+    prog, values = moves[0].program, [move.out for move in moves]
+    rows = [*_steps("→", prog, len(moves))]
+    saved = kept.cell(*values)
+    if not rows and saved:
+        rows = [(f"→ {_times(len(moves))}{prog.steps[-1].name}", str(prog.dst), "", "", "")]
+    yield from rows[:-1]
+    yield from ((*row[:-1], saved) for row in rows[-1:])
+    again = len(kept.recomputed.intersection(values))
+    for sign, spec, sent, *_ in _steps("↻", prog, again) if again else ():
+        yield sign, spec, "", sent, ""
+    yield from _backward_rows(moves[0], len(moves))
 
 
 def _backward_rows(line: Line, times: int) -> Iterator[Row]:
     """Yield rows of the steps that send backward for a line."""
     for prog in backward_programs(line):
-        for sign, spec, sent, _ in _steps("←", prog, times):
-            yield sign, spec, "", sent
+        for sign, spec, sent, *_ in _steps("←", prog, times):
+            yield sign, spec, "", sent, ""
 
 
 def _steps(sign: str, prog: Program, times: int) -> Iterator[Row]:
@@ -200,7 +257,7 @@ def _steps(sign: str, prog: Program, times: int) -> Iterator[Row]:
             # The state after the step is in its spec.
             text = str(step).partition(" to ")[0]
             yield (f"{sign} {_times(times)}{text}", _times(times) + str(spec),
-                   bytes_text(sent * times), "")  # fmt: skip
+                   bytes_text(sent * times), "", "")  # fmt: skip
 
 
 def _times(n: int) -> str:

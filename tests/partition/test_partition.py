@@ -198,8 +198,8 @@ def test_explain_lists_every_operation() -> None:
     call = part.trace(MLP_PARAMS, sample(4, 8))
     assert str(call).splitlines() == [
         "4 operations on Mesh(dp=2, tp=2), topology node",
-        "                  spec                        forward  backward",
-        "───────────────────────────────────────────────────────────────",
+        "                  spec                        forward  backward  saved",
+        "──────────────────────────────────────────────────────────────────────",
         "args[0]['a']      f64[8,16@tp]",
         "← all_reduce(dp)  f64[8,16@tp]                            512 B",
         "args[0]['b']      f64[16@tp,8]",
@@ -207,15 +207,16 @@ def test_explain_lists_every_operation() -> None:
         "args[1]           f64[4@dp,8]",
         "← all_reduce(tp)  f64[4@dp,8]                             128 B",
         "matmul            f64[4@dp,16@tp]",
-        "relu              f64[4@dp,16@tp]",
+        "relu              f64[4@dp,16@tp]                                128 B",
         "matmul_1          f64[4@dp,8]{unreduced: tp}",
         "→ all_reduce(tp)  f64[4@dp,8]                   128 B",
         "add               f64[4@dp,8]",
         "result            f64[4@dp,8]",
-        "───────────────────────────────────────────────────────────────",
+        "──────────────────────────────────────────────────────────────────────",
         "launches                                            1         2",
         "sent                                            128 B   1,152 B",
         "time                                          6.75 µs   13.5 µs",
+        "saved                                                            128 B",
         "in one launch: ← all_reduce of 2 over dp",
     ]
     assert str(part.explain()) == str(part.explain(MLP_PARAMS, sample(4, 8))) == str(call)

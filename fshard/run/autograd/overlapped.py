@@ -151,7 +151,9 @@ class _WaitNode(torch.autograd.Function):
     @staticmethod
     def forward(flight: _Flight, token: torch.Tensor) -> Tensors:
         # A local program returns its argument, which must not become an output as it is.
-        return tuple([unviewed(y.detach()) for y in flight.finish()])
+        outputs = tuple([unviewed(y.detach()) for y in flight.finish()])
+        del flight.finish  # it holds the results, which autograd may not need
+        return outputs
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensors) -> None:
