@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import partial
+from types import FunctionType, ModuleType
 from typing import Any, TypeVar, cast
 
 import optree
@@ -33,6 +34,8 @@ NAMESPACE = "fshard"
 _ATOMS = frozenset((type(None), bool, int, float, complex, str, torch.Size, torch.dtype))
 _ATOMS |= {torch.device, torch.Tensor, torch.nn.Parameter, Sharded, Spec, PartitionSpec}
 """Types that are leaves even if they are registered."""
+_OPEN = (type, torch.nn.Module, FunctionType, ModuleType)
+"""Types whose instances may have tensors: a function that names them closes over them."""
 _REGISTERED: set[type] = set()
 """Classes registered in the namespace; the keys of their children are texts of Python."""
 
@@ -214,16 +217,29 @@ def opaque_problem(value: Any, path: str) -> Problem | None:
     if type(value) in _ATOMS or isinstance(value, torch.Tensor | torch.nn.Module):
         return None
     kind = type(value)
-    slots = [getattr(value, name, None) for name in getattr(kind, "__slots__", ())]
-    if not any(True for _ in tensors_in([value, getattr(value, "__dict__", None), slots])):
+    if not _holds_tensors(value):
         return None
     return Problem(
         f"{path} is {_with_article(value)}, with tensors in it",
         "tensors must be in tuples, lists, dicts, and instances of registered classes to be found",
         f"torch.export.register_dataclass({kind.__name__}), once, before the call"
         if is_dataclass(kind)
+        else "use_cache=False, which leaves it out"
+        if kind.__module__ == "transformers.cache_utils"
         else "a dict of them: vars(...) of an object",
     )
+
+
+def _holds_tensors(value: Any, depth: int = 3) -> bool:
+    """Return True if there are tensors among an object's items, attributes, or theirs."""
+    slots = [getattr(value, name, None) for name in getattr(type(value), "__slots__", ())]
+    parts = [value, getattr(value, "__dict__", None), slots]
+    if any(True for _ in tensors_in(parts)):
+        return True
+    items = [item for part in parts if isinstance(part, Mapping) for item in part.values()]
+    items += [x for part in (slots, *items) if isinstance(part, list | tuple) for x in part]
+    objects = (x for x in items if hasattr(x, "__dict__") and not isinstance(x, _OPEN))
+    return depth > 0 and any(_holds_tensors(x, depth - 1) for x in objects)
 
 
 def broadcast_prefix(prefix: Any, tree: Any, name: str, where: str) -> list[Any]:

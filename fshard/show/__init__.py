@@ -2,6 +2,7 @@
 
 - `layout_picture`: `fs.visualize`, with `picture_grid`, `picture_html` and `shard_owners`
 - `program_table`, `batch_table`, `partition_table`: `explain` of programs, batches and partitions
+- `module_table`: the layouts of a distributed module
 - `comm_log`: `fs.comm_log`, the collectives that ran
 - `progress_bar`: bytes that `fs.state.save` has written
 - `zero_stages`: bytes per rank of the stages of ZeRO
@@ -9,6 +10,7 @@
 - `notebook`: `_repr_mimebundle_` of specs, programs and batches
 """
 
+from fshard.show import module_table as module_table
 from fshard.show import notebook as notebook
 from fshard.show import partition_table as partition_table
 from fshard.show import progress_bar as progress_bar

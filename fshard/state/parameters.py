@@ -52,7 +52,22 @@ def match_rules(rules: Rules, tree: Any, /, *, mesh: Mesh | None = None) -> Any:
     >>> fs.state.match_rules([(r"embed\..*", fs.P("tp")), (r".*\.weight", fs.P())], params)
     {'embed.weight': P('tp'), 'out.weight': P()}
     """
-    where = "fs.state.match_rules"
+    uneven_fix = "leave mesh= out, and shard with uneven sizes"
+    return matched_partitions("fs.state.match_rules", rules, tree, mesh, uneven_fix)
+
+
+def matched_partitions(
+    where: str, rules: Rules, tree: Any, mesh: Mesh | None, uneven_fix: str
+) -> Any:
+    """Return the partition of every leaf, as `match_rules` does.
+
+    Args:
+        where: function, for errors.
+        rules: the rules.
+        tree: the tree.
+        mesh: the mesh, None to accept dims that do not divide.
+        uneven_fix: how the caller shards a dim that does not divide.
+    """
     leaves, treedef = flatten(tree)
     names = leaf_names(tree)
     patterns = _compiled(where, rules)
@@ -73,7 +88,7 @@ def match_rules(rules: Rules, tree: Any, /, *, mesh: Mesh | None = None) -> Any:
         p = rules[index][1]
         matched.append(p)
         if p is not None:
-            problems += _problems(name, shape, rules[index][0], p, mesh)
+            problems += _problems(name, shape, rules[index][0], p, mesh, uneven_fix)
     problems += [
         Problem(f"the rule {pattern!r}", "every rule must be the first that matches some leaf",
                 did_you_mean(pattern, names, "remove it, or move it before the rule that matches "
@@ -103,7 +118,12 @@ def _compiled(where: str, rules: Rules) -> list[re.Pattern[str]]:
 
 
 def _problems(
-    name: str, shape: tuple[int, ...], pattern: str, p: PartitionSpec, mesh: Mesh | None
+    name: str,
+    shape: tuple[int, ...],
+    pattern: str,
+    p: PartitionSpec,
+    mesh: Mesh | None,
+    uneven_fix: str,
 ) -> list[Problem]:
     """Return the problems of one leaf with its partition."""
     given = f"{name} of shape {shape} with {p!r}, by the rule {pattern!r}"
@@ -125,8 +145,8 @@ def _problems(
             problems.append(Problem(
                 given, f"dim {dim} of size {shape[dim]} must be divisible by {n}, the ranks along "
                 f"{', '.join(names)}",
-                f'(r"{re.escape(name)}", fs.{PartitionSpec(*fixed)!r}) before that rule; or leave '
-                "mesh= out, and shard with uneven sizes"))  # fmt: skip
+                f'(r"{re.escape(name)}", fs.{PartitionSpec(*fixed)!r}) before that rule; or '
+                f"{uneven_fix}"))  # fmt: skip
     return problems
 
 

@@ -36,6 +36,7 @@ from fshard._torch.symbolic_numbers import Accepts, SymbolicNumbers
 from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import Problem, ShardingError, fail, raise_if
 from fshard._util.text import one_line
+from fshard.layout.mesh import Axes, as_axes
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
 from fshard.ops.core.cache_keys import freeze, unfreeze_call
@@ -367,23 +368,28 @@ def _(x: torch.Tensor, partition: str, place: str) -> torch.Tensor:
 _constrain.register_autograd(lambda ctx, grad: (grad, None, None))
 
 
-def constrain(x: torch.Tensor, partition: PartitionSpec) -> torch.Tensor:
+def constrain(
+    x: torch.Tensor, partition: PartitionSpec, *, axes: Axes | None = None
+) -> torch.Tensor:
     """Return a copy of `x` that has the layout `partition` in a partitioned function.
 
     Args:
         x: a tensor of a function that `fs.partition` or `fs.apply` runs, of its global shape.
         partition: the partition of the result; a dim that it does not divide is chunked as by
             `fs.reshard`. Layouts of operations before it are chosen with this request in view.
+        axes: the axes along which a layout is requested; along all others `x` keeps the one it has,
+            major to the new one where both shard a dim. None requests it along all.
 
     Returns:
         A tensor of the same values; outside of a partitioned function simply a copy. The gradient
         passes unchanged, in the dual layout.
 
     Raises:
-        ShardingError: if `partition` is not a `PartitionSpec`, and from the partitioned function
-            if the mesh lacks its axes.
+        ShardingError: if `partition` is not a `PartitionSpec` or has other axes than `axes`, and
+            from the partitioned function if the mesh lacks its axes.
 
-    The counterpart of `jax.lax.with_sharding_constraint`.
+    The counterpart of `jax.lax.with_sharding_constraint`; its `P.UNCONSTRAINED` is by dims, `axes`
+    is by mesh axes.
 
     >>> import torch
     >>> import fshard as fs
@@ -393,16 +399,56 @@ def constrain(x: torch.Tensor, partition: PartitionSpec) -> torch.Tensor:
     if not isinstance(partition, PartitionSpec):
         fail("fs.constrain", f"{partition!r}", "a layout must be a PartitionSpec",
              'fs.P("dp", None)')  # fmt: skip
+    requested = None if axes is None else as_axes(axes, "fs.constrain: axes")
+    if requested is not None and not {*partition.axes} <= {*requested}:
+        fail("fs.constrain", f"{partition!r} with axes={axes!r}",
+             "the axes of the partition must be among axes", "leave axes out")  # fmt: skip
     # The partition is checked after the trace, and an error then names this line.
     place = "" if torch.compiler.is_compiling() else user_line(None, None)
-    constrained: torch.Tensor = torch.ops.fshard.constrain(x, _written(partition), place)
+    written = Constraint(partition, requested).written
+    constrained: torch.Tensor = torch.ops.fshard.constrain(x, written, place)
     return constrained
 
 
-def _written(p: PartitionSpec) -> str:
-    return repr((p.dims, p.unreduced_kinds, p.reduced_kinds))
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """Layout that `fs.constrain` requests: a partition along `axes`, None for all axes.
 
+    >>> Constraint.read(Constraint(PartitionSpec("tp"), ("tp",)).written)
+    Constraint(partition=P('tp'), axes=('tp',))
+    """
 
-def parse_constraint(text: str) -> PartitionSpec:
-    """Return the partition that `constrain` has written into a graph."""
-    return PartitionSpec._of(*ast.literal_eval(text))
+    partition: PartitionSpec
+    axes: tuple[str, ...] | None
+
+    @property
+    def written(self) -> str:
+        """The constraint as an argument of an operation in a graph."""
+        p = self.partition
+        return repr(((p.dims, p.unreduced_kinds, p.reduced_kinds), self.axes))
+
+    @staticmethod
+    def read(text: str) -> Constraint:
+        """Return the constraint that `constrain` has written into a graph."""
+        parts, axes = ast.literal_eval(text)
+        return Constraint(PartitionSpec._of(*parts), axes)
+
+    def applied(self, p: PartitionSpec) -> PartitionSpec:
+        """Return the partition of a tensor with the partition `p` after the constraint.
+
+        >>> Constraint(PartitionSpec(None, "tp"), ("tp",)).applied(PartitionSpec(("dp", "tp")))
+        P('dp', 'tp')
+        """
+        new, axes = self.partition, self.axes
+        if axes is None:
+            return new
+        pairs = itertools.zip_longest(p.dims, new.dims, fillvalue=())
+        dims = tuple((*(a for a in old if a not in axes), *added) for old, added in pairs)
+        kinds = (
+            (*((axis, kind) for axis, kind in old if axis not in axes), *added)
+            for old, added in (
+                (p.unreduced_kinds, new.unreduced_kinds),
+                (p.reduced_kinds, new.reduced_kinds),
+            )
+        )
+        return PartitionSpec._of(dims, *kinds)

@@ -34,7 +34,7 @@ from fshard.ops.trace.checkpoints import CheckpointMark
 from fshard.ops.trace.custom_functions import TracedBackward
 from fshard.ops.trace.functionalize import has_no_gradient
 from fshard.ops.trace.mapped_regions import MappedRegion
-from fshard.ops.trace.trace import decompose, parse_constraint
+from fshard.ops.trace.trace import Constraint, decompose
 from fshard.partition import ir
 from fshard.partition.assignment.created_tensors import CreatedByFactory, created_by
 from fshard.partition.assignment.tensor_versions import (
@@ -256,7 +256,7 @@ class LayoutAssigner:
 
     def constrained(self, tensor: TensorVersions, written: str, place: str) -> TensorVersions:
         """Return the tensor in the layout that `fs.constrain` requests, its only one from here."""
-        partition = parse_constraint(written)
+        partition = Constraint.read(written).applied(tensor.spec.partition)
         try:
             spec = tensor.spec.replace(partition=partition, uneven="chunk")
         except ShardingError as error:

@@ -7,9 +7,10 @@ the statistics of a batch norm has one gradient to reduce, not the mean and the 
 
 For each mesh axis the best places are a minimum cut: computations are invariant or reduced, those
 of what is reduced alone are reduced, and a value that is invariant with a reduced use costs the
-all-reduce of its gradient. A cast from reduced to invariant sends nothing. Of equal cuts the one
-nearest to the arguments is taken, whose all-reduces share a launch with others. The change is made
-if the backward pass, with its launches coalesced, takes less time.
+all-reduce of its gradient. A cast from reduced to invariant sends nothing. A gather may as well be
+to reduced: its transpose is a reduce-scatter then. Of equal cuts the one nearest to the arguments
+is taken, whose all-reduces share a launch with others. The change is made if the backward pass,
+with its launches coalesced, takes less time.
 """
 
 from __future__ import annotations
@@ -176,6 +177,16 @@ def _is_invariant(spec: Spec, axis: str) -> bool:
     return axis not in spec.partition.axes
 
 
+def _may_be_reduced(prog: Program, axis: str) -> bool:
+    """Return True if the result of a program may be reduced along an axis in place of invariant.
+
+    A gather to reduced has a reduce-scatter as its transpose, in place of a slice.
+    """
+    src, dst = prog.src, prog.dst
+    is_gather = any(axis in names for names in src.partition.dims) and _is_invariant(dst, axis)
+    return _is_invariant(src, axis) or is_gather
+
+
 def _reduced(spec: Spec, axis: str) -> Spec:
     """Return a spec that is reduced along an axis along which it was invariant."""
     if not _is_invariant(spec, axis):
@@ -237,7 +248,7 @@ def _reduced_lines(
         if isinstance(line, Operation):
             if _reduced_role(line.strategy, axis) is None:
                 continue
-        elif not isinstance(line, Redistribution) or not _is_invariant(line.program.src, axis):
+        elif not isinstance(line, Redistribution) or not _may_be_reduced(line.program, axis):
             continue
         producers[line.out] = line.out
         for value in operands_of(line):

@@ -23,7 +23,7 @@ from fshard.ops.core.call import Meta, OpCall, instances_in, map_call
 from fshard.ops.core.rule import Rule
 from fshard.ops.propagate.propagate import rule_of
 from fshard.ops.strategy.axis_roles import axis_states, factor_sizes
-from fshard.ops.trace.trace import parse_constraint
+from fshard.ops.trace.trace import Constraint
 
 
 def layout_hints(
@@ -49,8 +49,9 @@ def layout_hints(
                     hints.setdefault(result, p)
         elif node.target is torch.ops.fshard.constrain.default:
             operand, written, place = node.args
-            hints[operand] = parse_constraint(written)
-            mesh.check_axes(hints[operand].axes, f"fs.constrain{place}")
+            constraint = Constraint.read(written)
+            mesh.check_axes(constraint.axes or constraint.partition.axes, f"fs.constrain{place}")
+            hints[operand] = constraint.partition
         elif node in hints and isinstance(node.target, OpOverload):
             for operand, p in _operand_hints(node, hints[node], mesh):
                 hints.setdefault(operand, p)

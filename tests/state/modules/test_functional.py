@@ -1,0 +1,98 @@
+"""Modules as pure functions: results, buffers, tied weights, and modules on the meta device."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fshard as fs
+from tests.state.modules.module_cases import (
+    BatchNormNet,
+    Counter,
+    TiedLanguageModel,
+    assert_close,
+    noise,
+    words,
+)
+
+CASES: dict[str, tuple[type[nn.Module], tuple[Any, ...], dict[str, Any]]] = {
+    "tied": (TiedLanguageModel, (words(4, 6),), {"shift": 0.5}),
+    "batch norm": (BatchNormNet, (noise(8, 3, 4, 4),), {}),
+    "written buffers": (Counter, (), {"x": noise(8, 4)}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_function_equals_the_module_and_leaves_it_unchanged(case: str) -> None:
+    kind, args, kwargs = CASES[case]
+    torch.manual_seed(0)
+    module = kind().double()
+    twin, state = copy.deepcopy(module), copy.deepcopy(module.state_dict())
+    fn, params, buffers = fs.state.functional(module)
+    output, updated = fn(params, buffers, *args, **kwargs)
+    expected = twin(*args, **kwargs)
+    leaves = torch.utils._pytree.tree_leaves
+    for x, y in zip(leaves(output), leaves(expected), strict=True):
+        assert x == y if not isinstance(x, torch.Tensor) else torch.equal(x, y)
+    for name, buffer in twin.named_buffers():
+        assert_close(updated[name], buffer, name)
+    assert all(torch.equal(x, state[name]) for name, x in module.state_dict().items())
+    assert not module._forward_hooks
+
+
+def test_tied_weights_are_one_leaf_under_the_first_name() -> None:
+    module = TiedLanguageModel()
+    fn, params, buffers = fs.state.functional(module)
+    assert "embed.weight" in params
+    assert "out.weight" not in params
+    assert [*buffers] == ["scale"]  # the state_dict leaves it out
+    doubled = {**params, "embed.weight": 2 * params["embed.weight"]}
+    text = words(4, 6)
+    output, _ = fn(doubled, buffers, text)
+    with torch.no_grad():
+        module.embed.weight *= 2
+    assert torch.equal(output["logits"], module(text)["logits"])
+
+
+def test_gradients_of_torch_func_are_those_of_backward() -> None:
+    module = BatchNormNet().double()
+    fn, params, buffers = fs.state.functional(module)
+
+    def loss(params: Any) -> Any:
+        return fn(params, buffers, noise(8, 3, 4, 4))[0].sin().sum()
+
+    grads = torch.func.grad(loss)(params)
+    module(noise(8, 3, 4, 4)).sin().sum().backward()
+    for name, parameter in module.named_parameters():
+        assert parameter.grad is not None
+        assert_close(grads[name], parameter.grad, name)
+
+
+def test_modules_on_the_meta_device_have_shapes() -> None:
+    with torch.device("meta"):
+        module = TiedLanguageModel()
+    _, params, _ = fs.state.functional(module)
+    assert params["embed.weight"].shape == (12, 8)
+    assert params["embed.weight"].is_meta
+
+
+def test_signature_is_that_of_forward_after_the_state() -> None:
+    fn = fs.state.functional(TiedLanguageModel()).fn
+    assert [*inspect.signature(fn).parameters] == ["params", "buffers", "text", "shift"]
+
+
+def test_missing_and_unknown_names_are_refused() -> None:
+    fn, params, _ = fs.state.functional(TiedLanguageModel())
+    wrong = {"out.weight": params["embed.weight"]}
+    wrong |= {name: x for name, x in params.items() if name != "embed.weight"}
+    with pytest.raises(fs.ShardingError) as caught:
+        fn(wrong, {}, words(4, 6))
+    text = str(caught.value)
+    assert "params without embed.weight" in text
+    assert "params with out.weight" in text
+    assert "buffers without scale" in text
