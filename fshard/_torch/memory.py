@@ -41,7 +41,7 @@ def unaliased_all(
     with DisableTorchFunction():  # type tracking does not see it
         used = {data_address(x) for x in xs}
         used.discard(0)
-        shared = [data_address(y) in used and y.numel() > 0 for y in ys]
+        shared = [data_address(y) in used and bool(y.numel() > 0) for y in ys]
     if True not in shared:
         return tuple(ys)
     return tuple(y.clone() if is_shared else y for y, is_shared in zip(ys, shared, strict=True))

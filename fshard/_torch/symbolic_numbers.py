@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 Accepts = Callable[[Sequence[int | float]], bool]
+has_symbolic_sizes: Callable[[torch.Tensor], bool] = attrgetter("_has_symbolic_sizes_strides")
+"""Return True if a size or stride of a tensor is a symbol."""
 
 
 class SymbolicNumbers:

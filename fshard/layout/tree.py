@@ -22,6 +22,7 @@ import optree
 import torch
 
 from fshard._torch.dynamo import PytreeNode, registered_node
+from fshard._torch.symbolic_numbers import has_symbolic_sizes
 from fshard._util.errors import Problem, raise_if
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.sharded import Sharded
@@ -124,7 +125,9 @@ def append_cache_key(tree: Any, leaves: list[Any], key: list[Any]) -> None:
     kind = type(tree)
     if isinstance(tree, torch.Tensor):
         leaves.append(tree)
-        key += (tree.shape, tree.dtype, tree.device, tree.requires_grad)
+        # Sizes that are symbols are equal to no other key.
+        shape = object() if has_symbolic_sizes(tree) else tree.shape
+        key += (shape, tree.dtype, tree.device, tree.requires_grad)
     elif kind is Sharded or (kind is tuple and is_pair(tree)):
         pair = tree if kind is Sharded else Sharded(*tree)
         leaves.append(pair)

@@ -11,6 +11,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from fshard._torch.memory import unaliased
+from fshard._torch.symbolic_numbers import has_symbolic_sizes
 from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import fail
 from fshard.layout.mesh import Mesh, as_mesh
@@ -22,6 +23,7 @@ from fshard.layout.validation import check_plain_tensor
 from fshard.plan.redistribute import redistribute
 from fshard.program.program import Program
 from fshard.program.steps import AllSlice, InvariantToReduced, ReplicatedToUnreduced, Step
+from fshard.run.autograd.linear_function import ProgramGroup, apply_programs
 from fshard.run.autograd.replicate import CotangentCheck, replicated_value, shard_value
 from fshard.run.execute import Pending, check_shards, run_typed_hook
 from fshard.run.from_local import header_of, read_header
@@ -202,8 +204,12 @@ def shard(
 
 
 def check_sharding(x: torch.Tensor, spec: Spec) -> None:
-    """Raise `ShardingError` unless `x` is a global tensor of `spec`, differentiable if needed."""
-    _check_global(x, spec, "fs.shard")
+    """Raise `ShardingError` unless `x` is a global tensor of `spec`, differentiable if needed.
+
+    A tensor with symbols as sizes is one of blocks of the spec.
+    """
+    if not has_symbolic_sizes(x):
+        _check_global(x, spec, "fs.shard")
     if x.requires_grad and torch.is_grad_enabled():
         _check_linear(spec, "fs.shard")
 
@@ -224,6 +230,23 @@ def shards_of(
     if spec.mesh.size == 1:
         return (unaliased(x, [x]),) if copied else (x,)
     return shard_value(x, shard_program(spec), check, copied=copied)
+
+
+def shard_blocks(x: torch.Tensor, spec: Spec) -> torch.Tensor:
+    """Return this rank's local of a global tensor with symbols as sizes.
+
+    The spec has the shape that `block_shape` returns for `x`.
+    """
+    return _run_blocks(shard_program(spec), x)
+
+
+def unshard_blocks(local: torch.Tensor, spec: Spec) -> torch.Tensor:
+    """Return the global tensor of a local with symbols as sizes; see `shard_blocks`."""
+    return _run_blocks(_unshard_program(spec), local)
+
+
+def _run_blocks(prog: Program, x: torch.Tensor) -> torch.Tensor:
+    return unaliased(apply_programs(ProgramGroup((prog,)), (x,), False)[0], [x])
 
 
 def local_view(x: torch.Tensor, spec: Spec) -> Any:

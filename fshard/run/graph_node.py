@@ -22,6 +22,7 @@ from fshard._torch.dynamo import (
     skip_frames_below,
     tree_map,
 )
+from fshard._torch.symbolic_numbers import has_symbolic_sizes
 from fshard.run.transports.base import current_transport, is_simulated
 
 Arguments = ParamSpec("Arguments")
@@ -38,11 +39,19 @@ class GraphConstant:
     value: Any
 
 
-def graph_node(fn: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Return `fn` as one node of graphs: of tensors, pairs, constants, and trees of them."""
+def graph_node(
+    fn: Callable[Arguments, Result], *, symbolic: bool = False
+) -> Callable[Arguments, Result]:
+    """Return `fn` as one node of graphs: of tensors, pairs, constants, and trees of them.
+
+    Sizes of tensors that are symbols become integers, which the graph then holds for; with
+    `symbolic` the function takes them as they are.
+    """
 
     def run(args: Any, kwargs: Any) -> Any:
-        args, kwargs = tree_map(lambda x: _with_integer_sizes(_unwrap(x)), (args, kwargs))
+        args, kwargs = tree_map(_unwrap, (args, kwargs))
+        if not symbolic:
+            args, kwargs = tree_map(with_integer_sizes, (args, kwargs))
         return tree_map(_wrap, fn(*args, **kwargs))
 
     run.__name__ = fn.__name__
@@ -81,8 +90,8 @@ def _unwrap(x: Any) -> Any:
     return x.value if isinstance(x, GraphConstant) else x
 
 
-def _with_integer_sizes(x: Any) -> Any:
+def with_integer_sizes(x: Any) -> Any:
     """Return a tensor of the same values whose sizes are not symbols: plans depend on them."""
-    if isinstance(x, torch.Tensor) and not all(type(size) is int for size in x.shape):
+    if isinstance(x, torch.Tensor) and has_symbolic_sizes(x):
         return x.view(tuple(map(int, x.shape)))
     return x

@@ -37,6 +37,11 @@ def concat_flat(xs: Sequence[torch.Tensor]) -> torch.Tensor:
     return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
+def nbytes_of(x: torch.Tensor) -> int:
+    """Return the bytes of a tensor's elements, `x.nbytes` for sizes that may be symbols."""
+    return x.numel() * x.element_size()
+
+
 def split_flat(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> tuple[torch.Tensor, ...]:
     """Split the result of `concat_flat` into tensors of `shapes`; several are copied."""
     if len(shapes) == 1:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fshard._torch.symbolic_numbers import has_symbolic_sizes
 from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import Problem, ShardingError, did_you_mean, fail, raise_if
 from fshard.layout.mesh import Mesh
@@ -19,8 +20,9 @@ from fshard.layout.tree import flatten, map_leaves, opaque_problem, paths
 from fshard.plan.redistribute import redistribute
 from fshard.program.program import Program
 from fshard.run.autograd.replicate import CotangentCheck, compare_values
+from fshard.run.blocks import block_shape
 from fshard.run.execute import check_local, check_shards
-from fshard.run.global_tensors import check_sharding, shard, shards_of
+from fshard.run.global_tensors import check_sharding, shard, shard_blocks, shards_of
 from fshard.run.transports.base import Transport
 from fshard.spmd.in_specs import Argument, DimSpec, PathSpec
 from fshard.spmd.mesh_scope import Scope
@@ -128,6 +130,8 @@ def plan_arguments(
             if transport is None:
                 check = gradient_check(where, path, spec, typed)
                 return Argument(path, spec, partial(shards_of, spec=spec, check=check))
+            if has_symbolic_sizes(value):
+                return Argument(path, spec, partial(shard_blocks, spec=spec))
             return Argument(path, spec, lambda x: shard(x, spec).local)
         if not isinstance(leaf, PartitionSpec) or leaf.axes:
             if opaque := opaque_problem(value, f"with {_describe(leaf)} a value that"):
@@ -185,12 +189,22 @@ def _tensor_spec(value: torch.Tensor, leaf: Any, scope: Scope) -> Spec:
         return _adopted(leaf, scope)
     p = _partition_of(leaf, value.ndim)
     try:
-        return _even_spec(scope.mesh, p, value.shape, value.dtype)
+        return _even_spec(scope.mesh, p, _planned_shape(value, scope.mesh, p), value.dtype)
     except ShardingError as error:
         option = "a Spec in in_specs" if leaf is p else "fs.shard_map and a Spec"
         texts = "uneven=", f"{option} with uneven="
         raise_if("", [Problem(p.given, p.rule, p.fix.replace(*texts)) for p in error.problems])
         raise
+
+
+def _planned_shape(x: torch.Tensor, mesh: Mesh, p: PartitionSpec) -> torch.Size:
+    """Return the shape of a global tensor, in blocks if symbols among its sizes divide."""
+    if not has_symbolic_sizes(x):
+        return x.shape
+    counts = {dim: mesh.axis_size(axes) for dim, axes in enumerate(p.dims) if axes}
+    if all(dim < x.ndim and x.shape[dim] % n == 0 for dim, n in counts.items()):
+        return block_shape(x, counts)
+    return torch.Size(map(int, x.shape))
 
 
 def _plan_pair(
@@ -312,9 +326,9 @@ def _result_spec(
                  "unsqueeze a scalar, x[None], to shard it" if first.ndim == 0 else "drop entries",
             )  # fmt: skip
         uneven = tuple([arg.spec for arg in arguments if arg.spec and not arg.spec.is_even])
-        spec = _global_spec(first.shape, first.dtype, p, first_rank, uneven, scope)
+        spec = _global_spec(block_shape(first), first.dtype, p, first_rank, uneven, scope)
     for rank, x in shards:
-        if x.shape != spec.local_shape(rank) or x.dtype != spec.dtype:
+        if block_shape(x) != spec.local_shape(rank) or x.dtype != spec.dtype:
             fail(where, f"rank {rank} returned shape {tuple(x.shape)}, {x.dtype}",
                  f"{spec} has there shape {spec.local_shape(rank)}, {spec.dtype}",
                  "give a Spec with sizes= as the out spec of an uneven result")  # fmt: skip

@@ -27,7 +27,7 @@ from fshard._torch.dynamo import (
 from fshard._torch.memory import unaliased_all
 from fshard.layout.sharded import Sharded
 from fshard.layout.spec import Spec
-from fshard.run.graph_node import graph_node
+from fshard.run.graph_node import graph_node, with_integer_sizes
 from fshard.run.transports.base import current_transport, is_simulated
 from fshard.spmd.axis_env import GRAPH_AXES, BoundAxes, current_axes, current_tracker
 from fshard.spmd.tracking.typed_body import (
@@ -68,12 +68,20 @@ def traceable(
         if mesh is None or transport.rank in mesh:
             traced.append(True)
 
+    specs = tree_flatten((function.in_specs, function.out_specs), _is_spec)[0]
+    has_shapes = any(map(_is_spec, specs))
+
+    def planned(arguments: Any, tree: Any) -> Any:
+        """Return a tree without symbols as sizes if a spec has the shape of any argument."""
+        pairs = any(map(_is_pair, tree_flatten(arguments, _is_pair)[0]))
+        return tree_map(with_integer_sizes, tree) if pairs or has_shapes else tree
+
     @skip_frames_below(UNTRACED)
     def untraced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return uncompiled(*args, **kwargs)
 
-    @graph_node
     def locals_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args, kwargs = planned((args, kwargs), (args, kwargs))
         call, tracker = function.rank_call(args, kwargs), current_tracker()
         with pause_types(tracker):
             locals_ = call.locals_()
@@ -81,8 +89,8 @@ def traceable(
             set_argument_types(tracker, call.scope, call.arguments, call.values, locals_)
         return call.local_tree(locals_)
 
-    @graph_node
     def assemble(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+        args, kwargs, result = planned((args, kwargs), (args, kwargs, result))
         call, tracker = function.rank_call(args, kwargs), current_tracker()
         transport = current_transport()
         assert transport is not None
@@ -92,11 +100,13 @@ def traceable(
         with pause_types(tracker):
             return call.assemble([call.returned[transport.rank]], outs, transport)
 
+    locals_node, assemble_node = (graph_node(fn, symbolic=True) for fn in (locals_of, assemble))
+
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         (args, kwargs), static = _split((args, kwargs))
-        local_args, local_kwargs = _merge(locals_of(args, kwargs), static)
+        local_args, local_kwargs = _merge(locals_node(args, kwargs), static)
         result, static = _split(fn(*local_args, **local_kwargs))
-        return _merge(assemble(args, kwargs, result), static)
+        return _merge(assemble_node(args, kwargs, result), static)
 
     def typed(graph: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *tensors: _run_typed(function, graph, tensors)
@@ -187,3 +197,7 @@ def _merge(tree: Any, leaves: list[Any]) -> Any:
 
 def _is_pair(x: Any) -> bool:
     return isinstance(x, Sharded)
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, Spec)

@@ -14,6 +14,7 @@ import torch
 from fshard._torch.checkpointing import checkpoint_form
 from fshard._torch.dynamo import compiler_of, run_uncompiled
 from fshard._torch.functorch import is_transformed
+from fshard._torch.symbolic_numbers import has_symbolic_sizes
 from fshard._util.cache import BoundedDict
 from fshard._util.errors import fail, raise_if
 from fshard._util.tracebacks import hide_frames
@@ -30,7 +31,7 @@ from fshard.layout.tree import (
     paths,
     unflatten,
 )
-from fshard.run.global_tensors import shards_of, unshard
+from fshard.run.global_tensors import shards_of, unshard, unshard_blocks
 from fshard.run.transports.base import Transport, current_transport, is_simulated
 from fshard.run.transports.divergence_check import checked_collectives
 from fshard.run.transports.divergence_report import blame
@@ -447,7 +448,7 @@ class MappedCall:
         tensors: list[Any] = list(map(Sharded, columns, specs))
         if not self.plan.pairs:
             with pause_types(self.outer):
-                tensors = list(map(unshard, tensors))
+                tensors = list(map(_unshard, tensors))
         if self.outer is not None:
             set_result_types(self.outer, self.scope, columns, tensors)
         values = list(leaves)  # the call, which autograd keeps, must not keep its results
@@ -469,6 +470,13 @@ class MappedCall:
         rows = [(*path_specs[i], x) for i, x in zip(tree.tensor_indices, columns, strict=True)]
         with pause_types(self.outer):
             return tuple(result_specs(where, rows, self.arguments, self.scope, transport))
+
+
+def _unshard(pair: Sharded) -> torch.Tensor:
+    """Return the global tensor of a result."""
+    local, spec = pair
+    is_symbolic = isinstance(local, torch.Tensor) and has_symbolic_sizes(local)
+    return unshard_blocks(local, spec) if is_symbolic else unshard(pair)
 
 
 def _is_equal(a: Any, b: Any) -> bool:

@@ -26,6 +26,7 @@ from fshard._torch.functorch import (
     with_batch_at,
 )
 from fshard._torch.legacy_vmap import is_legacy_batched, nesting_level, unwrap
+from fshard._torch.symbolic_numbers import has_symbolic_sizes
 from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import fail
 from fshard.layout.mesh import Mesh
@@ -34,6 +35,7 @@ from fshard.layout.spec import Spec
 from fshard.plan.batch.coalesce import buckets, rounds
 from fshard.program.program import Program
 from fshard.run.autograd.max_min_gradient import extreme_gradient, linear_parts
+from fshard.run.blocks import launch_on_blocks
 from fshard.run.bucketing import bucket_plans, launch_all
 from fshard.run.interpreter import launch, program_text, ranks_of, run_on_shards
 from fshard.run.transports.base import (
@@ -135,6 +137,8 @@ class ProgramGroup:
 
     def launch(self, transport: Transport, xs: Tensors) -> FinishAll:
         """Launch the programs on this rank's locals."""
+        if any(map(has_symbolic_sizes, xs)):
+            return _launch_symbolic(self, transport, xs)
         if len(self.progs) > 1:
             rank = transport.rank
             plan = lambda: bucket_plans(self.progs, self.bucket_bytes, rank)  # noqa: E731
@@ -155,6 +159,27 @@ class ProgramGroup:
         else:
             outputs = run_together(mesh, cast(Any, self.launch), locals_)
         return tuple(y for ys in zip(*outputs, strict=True) for y in ys)
+
+
+def _launch_symbolic(op: ProgramGroup, transport: Transport, xs: Tensors) -> FinishAll:
+    """Launch programs on locals of which some have symbols as sizes, each of those on its own."""
+    symbolic = list(map(has_symbolic_sizes, xs))
+    finishes = [
+        launch_on_blocks(prog, transport, x)
+        for prog, x, is_symbolic in zip(op.progs, xs, symbolic, strict=True)
+        if is_symbolic
+    ]
+    others = [not is_symbolic for is_symbolic in symbolic]
+    finish_others: FinishAll = tuple
+    if any(others):
+        group = op.with_programs(compress(op.progs, others))
+        finish_others = group.launch(transport, tuple(compress(xs, others)))
+
+    def finish() -> Tensors:
+        results, rest = iter(finishes), iter(finish_others())
+        return tuple([next(results)() if is_symbolic else next(rest) for is_symbolic in symbolic])
+
+    return finish
 
 
 @lru_cache(maxsize=CACHE_SIZE)

@@ -37,6 +37,7 @@ from fshard.run.autograd.linear_function import (
     are_linear,
     launch_linear,
 )
+from fshard.run.blocks import block_shape
 from fshard.run.capture import Recording, Recordings, record, replay
 from fshard.run.transports.base import (
     Transport,
@@ -264,7 +265,7 @@ def _launch_transfers(
     xs = tuple(map(payload_of, transfers))
     op = _combine(tuple([transfer.op for transfer in transfers]))
     name = plan.name
-    label = label_of(name, op.mesh, plan.arguments, tuple([x.shape for x in xs]))
+    label = label_of(name, op.mesh, plan.arguments, tuple(map(block_shape, xs)))
     label = replace(label, line=call_line()) if ahead else label
     needs_grad = torch.is_grad_enabled() and any(map(requires_grad, xs))
     if not needs_grad and not is_transformed():

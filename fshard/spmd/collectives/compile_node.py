@@ -39,7 +39,7 @@ def bound_node(fn: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
             return fn(*args, **kwargs)
 
     run.__name__ = fn.__name__
-    node = graph_node(run)
+    node = graph_node(run, symbolic=True)
 
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         bound = GRAPH_AXES[0]

@@ -21,6 +21,7 @@ from fshard.layout.spec import Spec
 from fshard.program.program import Program
 from fshard.program.steps import AllGather, AllToAll, ReduceScatter
 from fshard.run.autograd.linear_function import is_differentiated
+from fshard.run.blocks import block_shape
 from fshard.spmd.collectives.axis_index_groups import Groups, resolve_groups
 from fshard.spmd.collectives.collective_plan import (
     CollectivePlan,
@@ -89,7 +90,7 @@ def gather_transfer(
 ) -> Transfer:
     """Return the transfer that stacks all ranks' `x` along a new dim 0 and applies `read`."""
     row = x.unsqueeze(0)
-    prog = _gather_program(mesh, axes, 0, to, row.shape, row.dtype, wires)
+    prog = _gather_program(mesh, axes, 0, to, block_shape(row), row.dtype, wires)
     return Transfer(prog, row, read)
 
 
@@ -175,7 +176,7 @@ def all_gather(
         check_wire_dtypes("fs.all_gather", x.dtype, wires)
         # Along the dim itself, so that parts are concatenated there and not copied again.
         part = x if tiled else x.unsqueeze(dim)
-        prog = _gather_program(owner, axes, dim, gathered, part.shape, part.dtype, wires)
+        prog = _gather_program(owner, axes, dim, gathered, block_shape(part), part.dtype, wires)
         return Transfer(prog, part)
 
     states: dict[str, State | None] = {"varying": VARYING, "reduced": ("reduced", "sum")}
@@ -242,11 +243,12 @@ def psum_scatter(
         check_wire_dtypes("fs.psum_scatter", x.dtype, wires)
         _check_reducible("fs.psum_scatter", x, kind)
         rows = _extract_dim(x, dim, n, tiled)
+        shape = block_shape(rows, {0: n})
         if kind == "product" and is_differentiated(x):
-            prog = _exchange_program(owner, axes, (1, *rows.shape), rows.dtype, wires)
+            prog = _exchange_program(owner, axes, torch.Size((1, *shape)), rows.dtype, wires)
             multiply = product_of_rows(rows, wires)
             return Transfer(prog, rows.unsqueeze(0), lambda y: multiply(y.squeeze(1)))
-        prog = _scatter_program(owner, axes, kind, rows.shape, rows.dtype, wires)
+        prog = _scatter_program(owner, axes, kind, shape, rows.dtype, wires)
         return Transfer(prog, rows, lambda y: y.squeeze(0))
 
     kinds = ("sum", "avg") if kind == "avg" else (kind,)
@@ -380,7 +382,7 @@ def _plan_exchange(
         check_wire_dtypes(name, x.dtype, wires)
         # One row, split into a piece for each rank; received pieces are a column.
         rows = _extract_dim(x, split, n, tiled).unsqueeze(0)
-        prog = _exchange_program(mesh, axes, rows.shape, rows.dtype, wires)
+        prog = _exchange_program(mesh, axes, block_shape(rows, {1: n}), rows.dtype, wires)
         return Transfer(prog, rows, lambda y: _insert_dim(y.squeeze(1), concat, tiled))
 
     return CollectivePlan(name, leaf, signature)

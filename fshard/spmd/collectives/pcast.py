@@ -15,6 +15,7 @@ from fshard.layout.spec import Spec
 from fshard.program.program import Program
 from fshard.program.steps import InvariantToReduced
 from fshard.run.autograd.linear_function import LinearOp, apply_linear, is_differentiated
+from fshard.run.blocks import block_shape
 from fshard.run.transports.base import Label, current_rank, labelled
 from fshard.run.transports.divergence_report import call_line
 from fshard.spmd.axis_env import current_tracker, resolve_axes
@@ -116,7 +117,9 @@ def pcast(
         check_wire_dtypes("fs.pcast", value.dtype, (forward_dtype, backward_dtype))
         if source != "invariant" or not is_differentiated(value):
             return value
-        return Transfer(cast_program(owner, axes, value.shape, value.dtype, backward_dtype), value)
+        return Transfer(
+            cast_program(owner, axes, block_shape(value), value.dtype, backward_dtype), value
+        )
 
     result = TARGET_STATES.get(to)
     signature = TypeSignature(as_axes(axis_name), result, cast_to=to, source=src)

@@ -17,7 +17,7 @@ from fshard._util.errors import Problem, fail, raise_if
 from fshard.layout.mesh import Axes, Mesh, as_axes
 from fshard.layout.validation import as_ints
 from fshard.run.autograd.linear_function import FinishAll, Tensors
-from fshard.run.packing import concat_flat, split_flat
+from fshard.run.packing import concat_flat, nbytes_of, split_flat
 from fshard.run.transports.base import Transport, notify
 from fshard.spmd.axis_env import resolve_axes
 from fshard.spmd.collectives.collective_plan import (
@@ -72,7 +72,7 @@ class PermuteOp:
             send[target] = flat.numel()
         if source is not None:
             receive[source] = sum(map(math.prod, shapes))
-        nbytes = 0 if target in (None, index) else flat.nbytes
+        nbytes = 0 if target in (None, index) else nbytes_of(flat)
         notify("ppermute", self.axes, nbytes, transport.rank)
         payload = flat if target is not None else flat[:0]
         finish_exchange = transport.all_to_all(payload, send, receive, group)
@@ -111,7 +111,7 @@ class BroadcastOp:
         by_source = [flat.numel() if i == self.source else 0 for i in range(n)]
         shapes = [x.shape for x in xs]
         if self.transposed:
-            notify("reduce", self.axes, 0 if is_source else flat.nbytes, transport.rank)
+            notify("reduce", self.axes, 0 if is_source else nbytes_of(flat), transport.rank)
             finish_exchange = transport.all_to_all(flat, by_source, at_source, group)
 
             def finish_sum() -> Tensors:
@@ -121,7 +121,8 @@ class BroadcastOp:
                 return split_flat(received.view(n, -1).sum(0, dtype=received.dtype), shapes)
 
             return finish_sum
-        notify("broadcast", self.axes, (n - 1) * flat.nbytes if is_source else 0, transport.rank)
+        nbytes = (n - 1) * nbytes_of(flat) if is_source else 0
+        notify("broadcast", self.axes, nbytes, transport.rank)
         payload = flat.repeat(n if is_source else 0)
         finish = transport.all_to_all(payload, at_source, by_source, group)
         return lambda: split_flat(finish(), shapes)

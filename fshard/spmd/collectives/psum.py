@@ -21,6 +21,7 @@ from fshard.layout.tree import map_leaves
 from fshard.program.program import Program
 from fshard.program.steps import AllReduce
 from fshard.run.autograd.linear_function import is_differentiated
+from fshard.run.blocks import block_shape
 from fshard.spmd.axis_env import resolve_axes
 from fshard.spmd.collectives.axis_index_groups import Groups, resolve_groups
 from fshard.spmd.collectives.collective_plan import (
@@ -118,7 +119,7 @@ def psum(
             return require_number(value, "fs.psum") * owner.axis_size(axes)
         x = value.to(torch.int64) if value.dtype == torch.bool else value
         check_wire_dtypes("fs.psum", x.dtype, wires)
-        return Transfer(_all_reduce(owner, axes, "sum", x.shape, x.dtype, to, wires), x)
+        return Transfer(_all_reduce(owner, axes, "sum", block_shape(x), x.dtype, to, wires), x)
 
     return CollectivePlan("fs.psum", leaf, _signature(axis_name, axis_index_groups, "sum"))
 
@@ -168,7 +169,7 @@ def pmean(
         inexact = value.dtype.is_floating_point or value.dtype.is_complex
         x = value if inexact else value.to(torch.get_default_dtype())
         check_wire_dtypes("fs.pmean", x.dtype, wires)
-        return Transfer(_all_reduce(owner, axes, "avg", x.shape, x.dtype, to, wires), x)
+        return Transfer(_all_reduce(owner, axes, "avg", block_shape(x), x.dtype, to, wires), x)
 
     signature = _signature(axis_name, axis_index_groups, "sum", "avg")
     return CollectivePlan("fs.pmean", leaf, signature)
@@ -263,7 +264,8 @@ def _plan_extreme(
             return require_number(value, name)
         check_wire_dtypes(name, value.dtype, wires)
         check_real(value, name)
-        return Transfer(_all_reduce(owner, axes, kind, value.shape, value.dtype, to, wires), value)
+        prog = _all_reduce(owner, axes, kind, block_shape(value), value.dtype, to, wires)
+        return Transfer(prog, value)
 
     return CollectivePlan(name, leaf, _signature(axis_name, groups, kind))
 
@@ -314,7 +316,7 @@ def pprod(
         check_wire_dtypes("fs.pprod", value.dtype, wires)
         if is_differentiated(value):
             return gather_transfer(owner, axes, value, to, wires, product_of_rows(value, wires))
-        prog = _all_reduce(owner, axes, "product", value.shape, value.dtype, to, wires)
+        prog = _all_reduce(owner, axes, "product", block_shape(value), value.dtype, to, wires)
         return Transfer(prog, value)
 
     signature = _signature(axis_name, axis_index_groups, "product")

@@ -17,6 +17,7 @@ import torch
 
 from fshard.layout.mesh import Mesh
 from fshard.run.autograd.linear_function import FinishAll, ProgramGroup, Tensors
+from fshard.run.blocks import block_shape
 from fshard.run.transports.base import Transport
 from fshard.spmd.collectives.pcast import cast_program
 
@@ -146,5 +147,5 @@ def _split(axes: tuple[str, ...], agreed: AgreedAxes) -> tuple[tuple[str, ...], 
 def _launch_sums(mesh: Mesh, axes: tuple[str, ...], transport: Transport, xs: Tensors) -> FinishAll:
     if not axes:
         return lambda: xs
-    progs = (cast_program(mesh, axes, x.shape, x.dtype, None).T for x in xs)
+    progs = (cast_program(mesh, axes, block_shape(x), x.dtype, None).T for x in xs)
     return ProgramGroup(tuple(progs)).launch(transport, xs)

@@ -23,6 +23,7 @@ from fshard._util.errors import Problem, fail, raise_if
 from fshard.layout.mesh import Mesh
 from fshard.layout.tree import flatten, unflatten
 from fshard.run.autograd.linear_function import ProgramGroup
+from fshard.run.blocks import block_shape
 from fshard.run.transports.divergence_report import user_frame, user_line
 from fshard.spmd.axis_env import current_axes, current_tracker
 from fshard.spmd.closure_inputs import replaced_closures
@@ -205,7 +206,7 @@ class Tracker:
             return cached[1]
         y, summed = x, tuple(axis for axis in axes if axis not in entered)
         if summed:
-            prog = cast_program(self.mesh, summed, x.shape, x.dtype, None)
+            prog = cast_program(self.mesh, summed, block_shape(x), x.dtype, None)
             y = cast_by(ProgramGroup((prog,)), y)
         if entered:
             y = cast_by(EnterControl(self.mesh, entered, self.agreed), y)

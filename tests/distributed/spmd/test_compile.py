@@ -28,13 +28,15 @@ Work = list[tuple[int, torch.Tensor, torch.Tensor]]
 BACKENDS = ["aot_eager", "inductor"] if shutil.which("g++") else ["aot_eager"]
 
 
-def compiled(body: Callable[..., Any], backend: Any = "aot_eager") -> Callable[..., Any]:
+def compiled(
+    body: Callable[..., Any], backend: Any = "aot_eager", dynamic: bool | None = None
+) -> Callable[..., Any]:
     torch._dynamo.reset()  # graphs of this body only
     if backend == "inductor":
         with warnings.catch_warnings():  # raised by its import
             warnings.simplefilter("ignore", DeprecationWarning)
             importlib.import_module("torch._inductor.compile_fx")
-    done: Callable[..., Any] = torch.compile(body, fullgraph=True, backend=backend)
+    done: Callable[..., Any] = torch.compile(body, fullgraph=True, backend=backend, dynamic=dynamic)
     return done
 
 
@@ -49,12 +51,15 @@ def gradient(
 # -- every collective --------------------------------------------------------------------
 
 
-def run_cases(work: Work, backend: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def run_cases(
+    work: Work, backend: str, dynamic: bool | None
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     fs.init(MESH)
-    return [
-        gradient(compiled(lambda v, at=at: CASES[at].run(v, ("i",), mesh=MESH), backend), x, ct)
-        for at, x, ct in work
-    ]
+    results = []
+    for at, x, ct in work:
+        body = lambda v, at=at: CASES[at].run(v, ("i",), mesh=MESH)  # noqa: E731
+        results.append(gradient(compiled(body, backend, dynamic), x, ct))
+    return results
 
 
 def words(name: str) -> tuple[str, ...]:
@@ -67,9 +72,10 @@ for place, item in enumerate(CASES):
     KINDS.setdefault(words(item.name), []).append(place)
 # Compiling takes seconds: one case of every kind, the middle one.
 CHOSEN = [places[len(places) // 2] for places in KINDS.values()]
-PARTS = [("aot_eager", CHOSEN[at::5]) for at in range(5)] + [
-    (backend, CHOSEN[::12]) for backend in BACKENDS[1:]
-]
+PARTS: list[Any] = [("aot_eager", None, CHOSEN[at::5]) for at in range(5)]
+PARTS += [(backend, None, CHOSEN[::12]) for backend in BACKENDS[1:]]
+PARTS += [("aot_eager", True, CHOSEN[::9])]
+PARTS += [pytest.param("aot_eager", True, CHOSEN[at::5], marks=pytest.mark.slow) for at in range(5)]
 
 
 def test_chosen_cases_include_every_collective() -> None:
@@ -79,8 +85,10 @@ def test_chosen_cases_include_every_collective() -> None:
     assert states > {"varying", "invariant", "reduced"}
 
 
-@pytest.mark.parametrize(("backend", "chosen"), PARTS)
-def test_compiled_collectives_equal_the_oracle(backend: str, chosen: list[int]) -> None:
+@pytest.mark.parametrize(("backend", "dynamic", "chosen"), PARTS)
+def test_compiled_collectives_equal_the_oracle(
+    backend: str, dynamic: bool | None, chosen: list[int]
+) -> None:
     work: list[Work] = [[], []]
     expected = []
     for at in chosen:
@@ -89,7 +97,7 @@ def test_compiled_collectives_equal_the_oracle(backend: str, chosen: list[int]) 
         for rank in MESH.ranks:
             work[rank].append((at, xs[rank], cts[rank]))
         expected.append((ys, grads))
-    by_rank = run_ranks(2, run_my_cases, work, backend, timeout=100)
+    by_rank = run_ranks(2, run_my_cases, work, backend, dynamic, timeout=100)
     for place, at in enumerate(chosen):
         for rank in MESH.ranks:
             y, grad = by_rank[rank][place]
@@ -97,8 +105,10 @@ def test_compiled_collectives_equal_the_oracle(backend: str, chosen: list[int]) 
             torch.testing.assert_close(grad, expected[place][1][rank], msg=CASES[at].name)
 
 
-def run_my_cases(work: list[Work], backend: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    return run_cases(work[dist.get_rank()], backend)
+def run_my_cases(
+    work: list[Work], backend: str, dynamic: bool | None
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return run_cases(work[dist.get_rank()], backend, dynamic)
 
 
 # -- bodies ------------------------------------------------------------------------------

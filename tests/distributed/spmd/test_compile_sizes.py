@@ -1,0 +1,173 @@
+"""`torch.compile` of calls whose tensors have other sizes in every call: two graphs for all."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fshard as fs
+from fshard import Mesh, P, ShardingError
+from tests.helpers.gloo.harness import run_ranks
+from tests.helpers.spec_grid import random_global
+
+MESH = Mesh(i=2)
+F64 = torch.float64
+SIZES = range(6, 26, 2)
+W = random_global((3, 4), F64, 1) / 4
+Row = tuple[list[float], int]
+
+
+def rows(n: int) -> torch.Tensor:
+    return random_global((n, 3), F64, n) / 4
+
+
+def of_rank(x: torch.Tensor, rank: int) -> torch.Tensor:
+    """Return a rank's operand of a collective outside of a map: other values on each rank."""
+    return x * (1 + rank)
+
+
+class Weighted(torch.nn.Module):
+    """A mapped function of a module's parameter."""
+
+    def __init__(self, check: bool, x_spec: P, out_spec: P) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(W.clone())
+        body = lambda x: torch.tanh(x @ fs.pcast(self.weight, "i", to="varying"))  # noqa: E731
+        self.mapped = fs.shard_map(
+            body, mesh=MESH, in_specs=x_spec, out_specs=out_spec, check=check
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.mapped(x.sin())
+        return y
+
+
+def mapped(check: bool) -> Callable[..., torch.Tensor]:
+    ins = P(None, None), P(None, "i")
+    body = lambda x, w: (x.sum(0) @ w).sin() * x.shape[0]  # noqa: E731
+    f = fs.shard_map(body, mesh=MESH, in_specs=ins, out_specs=P("i"), check=check)
+    return lambda x: f(x, W)
+
+
+def gathered(x: torch.Tensor) -> torch.Tensor:
+    total = fs.psum({"a": x, "b": (W, x[:, 0])}, "i", mesh=MESH)
+    y: torch.Tensor = fs.all_gather(total["a"] @ total["b"][0], "i", axis=1, tiled=True, mesh=MESH)
+    return y * total["b"][1][:, None]
+
+
+def gathered_densely(x: torch.Tensor) -> torch.Tensor:
+    y = 3 * x @ (2 * W)
+    return torch.cat([y, y], 1) * 3 * x[:, :1]
+
+
+def scattered(x: torch.Tensor) -> torch.Tensor:
+    part = fs.psum_scatter(x, "i", tiled=True, mesh=MESH)
+    moved = fs.all_to_all(part @ W, "i", 1, 0, tiled=True, mesh=MESH)
+    y: torch.Tensor = fs.pbroadcast(fs.ppermute(moved, "i", [(0, 1), (1, 0)], mesh=MESH), "i", 0,
+                                    mesh=MESH)  # fmt: skip
+    return fs.pmax(y, "i", mesh=MESH)
+
+
+def scattered_densely(x: torch.Tensor) -> torch.Tensor:
+    return (3 * x @ W)[:, 2:]
+
+
+CASES: dict[str, tuple[Callable[[], Callable[..., Any]], Callable[..., Any]]] = {
+    "rows": (lambda: Weighted(True, P("i"), P("i")), lambda x: torch.tanh(x.sin() @ W)),
+    "unchecked": (lambda: Weighted(False, P("i"), P("i")), lambda x: torch.tanh(x.sin() @ W)),
+    "columns": (lambda: mapped(True), lambda x: (x.sum(0) @ W).sin() * x.shape[0]),
+    "unchecked columns": (lambda: mapped(False), lambda x: (x.sum(0) @ W).sin() * x.shape[0]),
+    "gathered": (lambda: gathered, gathered_densely),
+    "scattered": (lambda: scattered, scattered_densely),
+}
+OUTSIDE = "gathered", "scattered"
+
+
+def gradient(fn: Callable[..., torch.Tensor], x: torch.Tensor) -> list[torch.Tensor]:
+    leaf = x.clone().requires_grad_()
+    y = fn(leaf)
+    return [y.detach(), *torch.autograd.grad(y.square().sum(), leaf)]
+
+
+def run_sizes(name: str, dynamic: bool | None) -> Row:
+    fs.init(MESH)
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    make, dense = CASES[name]
+    eager = make()
+    compiled = torch.compile(eager, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    differences = []
+    for n in SIZES:
+        x = of_rank(rows(n), dist.get_rank()) if name in OUTSIDE else rows(n)
+        found = gradient(compiled, x)
+        expected = [dense(rows(n)), gradient(eager, x)[1]]
+        differences += [(a - b).abs().max().item() for a, b in zip(found, expected, strict=True)]
+    return differences, counters["stats"]["unique_graphs"]
+
+
+DEFAULT = {("rows", None), ("scattered", True)}
+"""Cases of every run; compiling takes seconds."""
+
+
+@pytest.mark.parametrize(
+    ("name", "dynamic"),
+    [
+        pytest.param(*case, marks=[] if case in DEFAULT else pytest.mark.slow)
+        for case in itertools.product(CASES, [None, True])
+    ],
+)
+def test_ten_sizes_are_two_graphs(name: str, dynamic: bool | None) -> None:
+    for differences, graphs in run_ranks(2, run_sizes, name, dynamic, timeout=100):
+        assert max(differences) < 1e-10
+        assert graphs == (2 if dynamic is None else 1)
+
+
+# -- sizes that a spec has -----------------------------------------------------------------
+
+
+def run_specialized() -> list[Row]:
+    fs.init(MESH)
+
+    def redistributed(x: torch.Tensor) -> torch.Tensor:
+        return fs.unshard(fs.reshard(fs.shard(x, MESH, P("i")), P(unreduced={"i"}))).sin()
+
+    part = fs.partition(lambda x, w: (x @ w).sin(), mesh=MESH, in_specs=(P("i"), P()))
+    partitioned = lambda x: fs.unshard(part(fs.shard(x, MESH, P("i")), W))  # noqa: E731
+    results = []
+    for fn, dense in ((redistributed, torch.sin), (partitioned, lambda x: (x @ W).sin())):
+        torch._dynamo.reset()
+        counters = torch._dynamo.utils.counters
+        counters.clear()
+        compiled = torch.compile(fn, backend="aot_eager", fullgraph=True, dynamic=True)
+        xs = [rows(n) for n in (4, 5, 6)]  # 5 rows are uneven shards
+        differences = [(compiled(x) - dense(x)).abs().max().item() for x in xs]
+        results.append((differences, counters["stats"]["unique_graphs"]))
+    return results
+
+
+def test_each_spec_is_a_graph() -> None:
+    for results in run_ranks(2, run_specialized, timeout=100):
+        for differences, graphs in results:
+            assert max(differences) < 1e-10
+            assert graphs == 3
+
+
+def run_indivisible() -> str:
+    fs.init(MESH)
+    f = fs.shard_map(torch.sin, mesh=MESH, in_specs=P("i"), out_specs=P("i"))
+    compiled = torch.compile(f, backend="aot_eager", dynamic=True)
+    compiled(rows(4))
+    with pytest.raises(ShardingError) as caught:
+        compiled(rows(5))
+    return str(caught.value)
+
+
+def test_sizes_that_the_ranks_do_not_divide_are_refused() -> None:
+    for text in run_ranks(2, run_indivisible, timeout=100):
+        assert "dim 0 of size 5" in text
