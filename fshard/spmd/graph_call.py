@@ -68,20 +68,12 @@ def traceable(
         if mesh is None or transport.rank in mesh:
             traced.append(True)
 
-    specs = tree_flatten((function.in_specs, function.out_specs), _is_spec)[0]
-    has_shapes = any(map(_is_spec, specs))
-
-    def planned(arguments: Any, tree: Any) -> Any:
-        """Return a tree without symbols as sizes if a spec has the shape of any argument."""
-        pairs = any(map(_is_pair, tree_flatten(arguments, _is_pair)[0]))
-        return tree_map(with_integer_sizes, tree) if pairs or has_shapes else tree
-
     @skip_frames_below(UNTRACED)
     def untraced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return uncompiled(*args, **kwargs)
 
     def locals_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        args, kwargs = planned((args, kwargs), (args, kwargs))
+        args, kwargs = _planned(function, args, kwargs)
         call, tracker = function.rank_call(args, kwargs), current_tracker()
         with pause_types(tracker):
             locals_ = call.locals_()
@@ -90,7 +82,7 @@ def traceable(
         return call.local_tree(locals_)
 
     def assemble(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-        args, kwargs, result = planned((args, kwargs), (args, kwargs, result))
+        args, kwargs, result = _planned(function, args, kwargs, result)
         call, tracker = function.rank_call(args, kwargs), current_tracker()
         transport = current_transport()
         assert transport is not None
@@ -141,6 +133,19 @@ def compile_on_ranks(
         return (compiled if on_rank else mapped)(*args, **kwargs)
 
     return functools.update_wrapper(call, fn, updated=())
+
+
+def _planned(
+    function: MappedFunction, args: tuple[Any, ...], kwargs: dict[str, Any], *others: Any
+) -> tuple[Any, ...]:
+    """Return arguments and results of a mapped function, with integer sizes if a spec has them.
+
+    Specs of pairs, and those of the function, have sizes. Others only divide the sizes of tensors.
+    """
+    leaves = tree_flatten((args, kwargs, function.in_specs, function.out_specs), _has_sizes)[0]
+    trees = args, kwargs, *others
+    is_symbolic = not any(map(_has_sizes, leaves))
+    return trees if is_symbolic else tree_map(with_integer_sizes, trees)
 
 
 def _run_typed(
@@ -199,5 +204,5 @@ def _is_pair(x: Any) -> bool:
     return isinstance(x, Sharded)
 
 
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, Spec)
+def _has_sizes(x: Any) -> bool:
+    return isinstance(x, Sharded | Spec)

@@ -55,7 +55,7 @@ def mapped(check: bool) -> Callable[..., torch.Tensor]:
 
 
 def gathered(x: torch.Tensor) -> torch.Tensor:
-    total = fs.psum({"a": x, "b": (W, x[:, 0])}, "i", mesh=MESH)
+    total: Any = fs.psum({"a": x, "b": (W, x[:, 0])}, "i", mesh=MESH)
     y: torch.Tensor = fs.all_gather(total["a"] @ total["b"][0], "i", axis=1, tiled=True, mesh=MESH)
     return y * total["b"][1][:, None]
 
@@ -140,7 +140,9 @@ def run_specialized() -> list[Row]:
     part = fs.partition(lambda x, w: (x @ w).sin(), mesh=MESH, in_specs=(P("i"), P()))
     partitioned = lambda x: fs.unshard(part(fs.shard(x, MESH, P("i")), W))  # noqa: E731
     results = []
-    for fn, dense in ((redistributed, torch.sin), (partitioned, lambda x: (x @ W).sin())):
+    cases: list[tuple[Callable[..., Any], Callable[..., Any]]]
+    cases = [(redistributed, torch.sin), (partitioned, lambda x: (x @ W).sin())]
+    for fn, dense in cases:
         torch._dynamo.reset()
         counters = torch._dynamo.utils.counters
         counters.clear()
