@@ -57,7 +57,7 @@ from fshard.program.program_arguments import as_topology
 from fshard.run.autograd.replicate import replicate_shards
 from fshard.run.creation import rank_on_mesh
 from fshard.run.execute import check_tuple
-from fshard.run.graph_node import graph_node
+from fshard.run.graphs.graph_node import graph_node
 from fshard.spmd.tracking.torch_effects import Action, effect_of
 
 MODES = ("explicit", "auto")

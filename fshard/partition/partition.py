@@ -41,7 +41,7 @@ from fshard.partition.partitioned_call import PartitionedCall
 from fshard.program.cost.topology import Topology
 from fshard.program.program_arguments import as_topology
 from fshard.run.global_tensors import unshard
-from fshard.run.graph_node import graph_node
+from fshard.run.graphs.graph_node import graph_node
 from fshard.spmd.in_specs import ArgSignature, match_specs
 
 META = torch.device("meta")

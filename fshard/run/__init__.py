@@ -11,8 +11,7 @@ A call goes `execute` (checks of locals) -> `autograd/linear_function` (gradient
 - `transports`: the collectives of a rank: simulated, by processes, checked, or for shapes alone.
 - `execute_batch`, `bucketing`: `batch(tree)`, several programs with coalesced launches.
 - `capture`: recordings of programs and collectives on processes, replayed instead of run again.
-- `graph_node`: functions that are one node in graphs of `torch.compile`; `blocks`: programs on
-  tensors whose sizes are symbols there.
+- `graphs`: programs and collectives in graphs of `torch.compile`.
 - `global_tensors`, `from_local`: `fs.shard`, `fs.unshard`, `fs.reshard` and other conversions.
 - `creation`: pairs created shard by shard, by draws and factories.
 - `value_digest`: digests by which ranks compare values.

@@ -28,7 +28,7 @@ from fshard.run.autograd.linear_function import (
     are_linear,
 )
 from fshard.run.capture import Recording, Recordings, record, replay
-from fshard.run.graph_node import graph_node
+from fshard.run.graphs.graph_node import graph_node
 from fshard.run.interpreter import launch, program_text, ranks_of
 from fshard.run.transports.base import (
     LABEL,

@@ -27,7 +27,7 @@ from fshard.run.autograd.linear_function import ProgramGroup, apply_programs
 from fshard.run.autograd.replicate import CotangentCheck, replicated_value, shard_value
 from fshard.run.execute import Pending, check_shards, run_typed_hook
 from fshard.run.from_local import header_of, read_header
-from fshard.run.graph_node import graph_node
+from fshard.run.graphs.graph_node import graph_node
 from fshard.run.transports.base import (
     Label,
     Transport,

@@ -20,9 +20,9 @@ from fshard.layout.tree import flatten, map_leaves, opaque_problem, paths
 from fshard.plan.redistribute import redistribute
 from fshard.program.program import Program
 from fshard.run.autograd.replicate import CotangentCheck, compare_values
-from fshard.run.blocks import block_shape
 from fshard.run.execute import check_local, check_shards
 from fshard.run.global_tensors import check_sharding, shard, shard_blocks, shards_of
+from fshard.run.graphs.blocks import block_shape
 from fshard.run.transports.base import Transport
 from fshard.spmd.in_specs import Argument, DimSpec, PathSpec
 from fshard.spmd.mesh_scope import Scope

@@ -27,7 +27,7 @@ from fshard._torch.dynamo import (
 from fshard._torch.memory import unaliased_all
 from fshard.layout.sharded import Sharded
 from fshard.layout.spec import Spec
-from fshard.run.graph_node import graph_node, with_integer_sizes
+from fshard.run.graphs.graph_node import graph_node, with_integer_sizes
 from fshard.run.transports.base import current_transport, is_simulated
 from fshard.spmd.axis_env import GRAPH_AXES, BoundAxes, current_axes, current_tracker
 from fshard.spmd.tracking.typed_body import (

@@ -88,8 +88,9 @@ def shard_map(
     Under `torch.compile` a call on a rank is a part of the graph; simulated ranks run uncompiled.
     Sizes of plain tensors may be symbols (`dynamic=None`, `True`): one graph serves all sizes that
     the ranks divide, and a collective on a tree then launches once for each tensor with symbols.
-    Specs have sizes, so pairs, programs and partitioned functions have a graph for each; beyond
-    `torch._dynamo.config.recompile_limit` they run uncompiled, with `fullgraph=True` PyTorch raises.
+    Specs have sizes, so pairs, programs and partitioned functions have a graph for each. Beyond
+    `torch._dynamo.config.recompile_limit` they run uncompiled; with `fullgraph=True` PyTorch
+    raises.
 
     Semantics after `jax.shard_map` (JAX 0.11).
 

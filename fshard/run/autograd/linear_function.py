@@ -35,8 +35,8 @@ from fshard.layout.spec import Spec
 from fshard.plan.batch.coalesce import buckets, rounds
 from fshard.program.program import Program
 from fshard.run.autograd.max_min_gradient import extreme_gradient, linear_parts
-from fshard.run.blocks import launch_on_blocks
 from fshard.run.bucketing import bucket_plans, launch_all
+from fshard.run.graphs.blocks import launch_on_blocks
 from fshard.run.interpreter import launch, program_text, ranks_of, run_on_shards
 from fshard.run.transports.base import (
     LABEL,

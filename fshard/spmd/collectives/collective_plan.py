@@ -37,8 +37,8 @@ from fshard.run.autograd.linear_function import (
     are_linear,
     launch_linear,
 )
-from fshard.run.blocks import block_shape
 from fshard.run.capture import Recording, Recordings, record, replay
+from fshard.run.graphs.blocks import block_shape
 from fshard.run.transports.base import (
     Transport,
     direct_transport,

@@ -8,7 +8,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from fshard.run.graph_node import graph_node
+from fshard.run.graphs.graph_node import graph_node
 from fshard.spmd.axis_env import GRAPH_AXES, BoundAxes, current_axes
 
 Arguments = ParamSpec("Arguments")

@@ -15,7 +15,7 @@ from fshard.layout.spec import Spec
 from fshard.program.program import Program
 from fshard.program.steps import InvariantToReduced
 from fshard.run.autograd.linear_function import LinearOp, apply_linear, is_differentiated
-from fshard.run.blocks import block_shape
+from fshard.run.graphs.blocks import block_shape
 from fshard.run.transports.base import Label, current_rank, labelled
 from fshard.run.transports.divergence_report import call_line
 from fshard.spmd.axis_env import current_tracker, resolve_axes

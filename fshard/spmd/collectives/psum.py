@@ -21,7 +21,7 @@ from fshard.layout.tree import map_leaves
 from fshard.program.program import Program
 from fshard.program.steps import AllReduce
 from fshard.run.autograd.linear_function import is_differentiated
-from fshard.run.blocks import block_shape
+from fshard.run.graphs.blocks import block_shape
 from fshard.spmd.axis_env import resolve_axes
 from fshard.spmd.collectives.axis_index_groups import Groups, resolve_groups
 from fshard.spmd.collectives.collective_plan import (

@@ -17,7 +17,7 @@ import torch
 
 from fshard.layout.mesh import Mesh
 from fshard.run.autograd.linear_function import FinishAll, ProgramGroup, Tensors
-from fshard.run.blocks import block_shape
+from fshard.run.graphs.blocks import block_shape
 from fshard.run.transports.base import Transport
 from fshard.spmd.collectives.pcast import cast_program
 

@@ -23,7 +23,7 @@ from fshard._util.errors import Problem, fail, raise_if
 from fshard.layout.mesh import Mesh
 from fshard.layout.tree import flatten, unflatten
 from fshard.run.autograd.linear_function import ProgramGroup
-from fshard.run.blocks import block_shape
+from fshard.run.graphs.blocks import block_shape
 from fshard.run.transports.divergence_report import user_frame, user_line
 from fshard.spmd.axis_env import current_axes, current_tracker
 from fshard.spmd.closure_inputs import replaced_closures
