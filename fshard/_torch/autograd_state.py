@@ -8,6 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from torch.nn.modules._functions import BackwardHookFunction
 
 SET_GRAD_ENABLED = torch._C._set_grad_enabled
 """Target of the graph nodes that switch the grad mode."""
@@ -24,6 +25,12 @@ view_base: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 """Number of in-place writes to the memory of a tensor."""
 backward_hooks_of: Callable[[torch.Tensor], dict[int, Any] | None] = attrgetter("_backward_hooks")
+HOOKED_MODULE: type = BackwardHookFunction._backward_cls  # type: ignore[attr-defined]
+"""Type of the nodes at the arguments and results of a module with full backward hooks."""
+ONCE_DIFFERENTIABLE: type = type(
+    torch._C._functions.DelayedError(b"", 1)(torch.ones(1, requires_grad=True)).grad_fn
+)
+"""Type of the nodes of gradients from a backward that is marked `@once_differentiable`."""
 UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 
 
@@ -58,6 +65,18 @@ def order_nodes(outputs: Iterable[torch.Tensor], earlier: Iterable[torch.Tensor]
         start = _ORDERED + (next(_GRAPHS) << 32) - min(numbers)
         for node, number in zip(nodes, numbers, strict=True):
             node._set_sequence_nr(start + number)
+
+
+def nodes_behind(ys: Iterable[torch.Tensor]) -> set[Any]:
+    """Return the nodes of the graphs of tensors."""
+    seen: set[Any] = set()
+    todo = [y.grad_fn for y in ys]
+    while todo:
+        node: Any = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            todo += [following for following, _ in node.next_functions]
+    return seen
 
 
 def _collect_nodes(ys: Iterable[torch.Tensor], seen: set[Any]) -> list[Any]:

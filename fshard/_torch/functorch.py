@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch._C._functorch import TransformType
+from torch._functorch import eager_transforms
 from torch._functorch.autograd_function import custom_function_call
 from torch._functorch.pyfunctorch import (
     retrieve_current_functorch_interpreter,
@@ -67,7 +68,9 @@ def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
     For a function with `setup_context`, PyTorch binds the arguments to the signature of `forward`,
     which it inspects in every call, and under `torch.func` walks them as trees and makes a class.
     Here all arguments must be positional and without default, tensors must not be nested in them,
-    and no output may be an input.
+    and no output may be an input. A function may have a static method `duals(level, args,
+    tangents)` in the place of `jvp`. It is called a level below that of the tangents, which are
+    None for arguments without one, and returns the outputs and their tangents.
 
     >>> class Twice(torch.autograd.Function):
     ...     @staticmethod
@@ -83,15 +86,96 @@ def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
     if torch.compiler.is_compiling():
         return function.apply(*args)
     unwrapped = [unwrap_if_dead(x) if isinstance(x, torch.Tensor) else x for x in args]
+    duals = getattr(function, "duals", None)
     if not transforms_active():
+        if duals is not None and forward_ad._current_level >= 0:
+            primals, tangents = _unpack_duals(unwrapped)
+            if any(t is not None for t in tangents):
+                return _make_duals(*duals(0, primals, tangents))
         return super(torch.autograd.Function, function).apply(*unwrapped)  # type: ignore[misc]
     interpreter: Any = retrieve_current_functorch_interpreter()
     if interpreter.key() not in (TransformType.Grad, TransformType.Jvp):
         return custom_function_call(function, *unwrapped)
     lift = interpreter._cptr.lift
     lifted = [lift(x) if isinstance(x, torch.Tensor) else x for x in unwrapped]
+    if duals is not None and interpreter.key() == TransformType.Jvp:
+        primals, tangents = _unpack_duals(lifted)
+        if any(t is not None for t in tangents):
+            return _make_duals(*_duals_below(duals, interpreter.level(), primals, tangents))
     with enable_single_level_autograd_function():
         return _at_level(function, interpreter.level()).apply(*lifted)
+
+
+def _unpack_duals(args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Return arguments without their tangents of the innermost level, and these, None without."""
+    pairs = [
+        forward_ad.unpack_dual(x) if isinstance(x, torch.Tensor) else (x, None) for x in args
+    ]
+    return [x for x, _ in pairs], [t for _, t in pairs]
+
+
+def _make_duals(ys: Sequence[Any], tangents: Sequence[Any]) -> Any:
+    """Return outputs with their tangents at the innermost level."""
+    return tuple(
+        [
+            y if t is None else forward_ad.make_dual(y, t)
+            for y, t in zip(ys, tangents, strict=True)
+        ]
+    )
+
+
+def _duals_below(
+    duals: Callable[..., Any], level: int, primals: Sequence[Any], tangents: Sequence[Any]
+) -> tuple[list[Any], list[Any]]:
+    """Return the outputs of a level and their tangents, which are computed a level below."""
+
+    def unwrapped(xs: Sequence[Any]) -> list[Any]:
+        return [_unwrap_for_grad(x, level) if isinstance(x, torch.Tensor) else x for x in xs]
+
+    with torch.enable_grad(), set_forward_mode(True), _below_current_level():
+        results = duals(level, unwrapped(primals), unwrapped(tangents))
+    ys, ts = (
+        [_wrap_for_grad(x, level) if isinstance(x, torch.Tensor) else x for x in xs]
+        for xs in results
+    )
+    return ys, ts
+
+
+def run_with_tangents(
+    fn: Callable[..., tuple[torch.Tensor, ...]],
+    primals: Sequence[torch.Tensor],
+    tangents: Sequence[torch.Tensor | None],
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """Return `fn(*primals)` and the tangents of its results, in forward mode.
+
+    An open `forward_ad.dual_level` is used as it is, since levels do not nest; `torch.func.jvp`
+    makes a level of its own otherwise, or within another `jvp`.
+
+    Args:
+        fn: a function that returns a tuple of tensors.
+        primals: its arguments.
+        tangents: those of the arguments, None without.
+
+    >>> x, t = torch.tensor(3.0), torch.tensor(1.0)
+    >>> run_with_tangents(lambda x, y: (x * y,), [x, x], [t, None])
+    ((tensor(9.),), (tensor(3.),))
+    """
+
+    def run(*duals: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        remaining = iter(duals)
+        return fn(*(x if t is None else next(remaining) for x, t in zip(primals, tangents)))
+
+    pairs = [(x, t) for x, t in zip(primals, tangents, strict=True) if t is not None]
+    if forward_ad._current_level >= 0 and eager_transforms.JVP_NESTING == 0:
+        with set_forward_mode(True):
+            ys = run(*(forward_ad.make_dual(x, t) for x, t in pairs))
+            outputs = [forward_ad.unpack_dual(y) for y in ys]
+        zeros = [torch.zeros_like(y) if t is None else t for y, t in outputs]
+        return tuple([y for y, _ in outputs]), tuple(zeros)
+    results: tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]] = torch.func.jvp(
+        run, tuple([x for x, _ in pairs]), tuple([t for _, t in pairs])
+    )
+    return results
 
 
 @lru_cache(maxsize=1024)

@@ -19,7 +19,14 @@ from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from fshard._torch.autograd_state import backward_hooks_of
-from fshard._torch.functorch import innermost_level, is_foreign, is_wrapped, unwrap_if_dead
+from fshard._torch.functorch import (
+    innermost_level,
+    is_batched_at_any_level,
+    is_foreign,
+    is_wrapped,
+    unwrap_if_dead,
+)
+from fshard._torch.memory import innermost
 from fshard._torch.modes import DisableTorchFunction
 from fshard._util.code_names import global_names
 from fshard._util.errors import fail
@@ -81,9 +88,21 @@ class ReplacingMode(TorchFunctionMode):
 
     @runs_users_operation
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _GRADIENT_QUERIES and _has_gradient_of_batch(args[0]):
+            if func == _REQUIRES_GRAD:
+                return True
+            self.refuse_hook(func)
         if kwargs:
             return func(*self.replaced(args), **self.replaced(kwargs))
         return func(*self.replaced(args))
+
+    def refuse_hook(self, func: Any) -> NoReturn:
+        """Raise for a gradient hook of a batch, whose elements have no gradient of their own."""
+        fail(self.where, f"{'x.grad_fn' if func == _GRAD_FN else 'x.register_hook(...)'} in a body "
+             "of which a vmap takes gradients",
+             "a hook must see the gradient of one element, and a simulation has that of the batch",
+             "s * y + ((1 - s) * y).detach() scales the gradient of y by s; an autograd.Function "
+             "with generate_vmap_rule changes it otherwise")  # fmt: skip
 
     def replaced(self, value: Any) -> Any:
         """Return a value with replaced tensors: one, or a tuple, list or dict."""
@@ -106,6 +125,29 @@ def refuse_closure(where: str, x: torch.Tensor) -> NoReturn:
          "the function, under a transform of torch.func",
          "it must be an argument, or in a closure, global, module or container that the function "
          "refers to", "pass it as an argument with P(), or detach() it before")  # fmt: skip
+
+
+_REQUIRES_GRAD: Any = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+_GRAD_FN: Any = torch.Tensor.grad_fn.__get__  # type: ignore[attr-defined]
+_GRADIENT_QUERIES = {torch.Tensor.register_hook, _REQUIRES_GRAD, _GRAD_FN}
+_BATCHES_OF_GRADIENTS = ContextVar("fshard_batches_of_gradients", default=False)
+
+
+def _has_gradient_of_batch(x: torch.Tensor) -> bool:
+    """Return True for a batch of whose elements a transform within the `vmap` takes gradients."""
+    return (
+        _BATCHES_OF_GRADIENTS.get() and is_batched_at_any_level(x) and innermost(x).requires_grad
+    )
+
+
+@contextmanager
+def batches_of_gradients() -> Iterator[None]:
+    """Run a body on batches, of whose elements a transform within the `vmap` takes gradients."""
+    token = _BATCHES_OF_GRADIENTS.set(True)
+    try:
+        yield
+    finally:
+        _BATCHES_OF_GRADIENTS.reset(token)
 
 
 _REPLACING: ContextVar[ReplacingMode | None] = ContextVar("fshard_replacing", default=None)

@@ -1,25 +1,34 @@
 """Calls on every simulated rank: one that is recorded, and functions derived from the record.
 
-A mapped function is a function of one rank's tensors. It runs once, and each rank's autograd graph
-is recorded. Its vector-Jacobian product, its Jacobian-vector product, and batches of them, are
-functions of one rank again, computed from the recorded graphs: the user's code never runs again.
-Each is linear in its last tensors, the cotangents or tangents, and takes those of its base before.
+A mapped function is a function of one rank's tensors. It runs once: in forward mode with tangents
+beside values, under `vmap` on batches. Each rank's autograd graph is recorded. The vector-Jacobian
+product, its tangents, and batches of them, are functions of one rank again, computed from the
+recorded graphs: the user's code never runs again. Each is linear in its last tensors, the
+cotangents or tangents, and takes those of its base before.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from fshard._torch.autograd_state import order_nodes
+from fshard._torch.autograd_state import (
+    HOOKED_MODULE,
+    ONCE_DIFFERENTIABLE,
+    nodes_behind,
+    order_nodes,
+)
+from fshard._torch.functorch import run_with_tangents
+from fshard._util.errors import fail
 from fshard.run.transports.base import backward_phase
 from fshard.run.transports.simulator import run_ranks
 from fshard.spmd.axis_env import BoundAxes
-from fshard.spmd.closure_inputs import without_hooks
+from fshard.spmd.closure_inputs import batches_of_gradients, without_hooks
 from fshard.spmd.mesh_scope import Scope
 
 Locals = tuple[torch.Tensor, ...]
@@ -37,12 +46,20 @@ class Batches:
     Attributes:
         call: the call on the batches.
         inputs: position of the batch dim of each of a rank's inputs, None without one.
-        outputs: that of each of a rank's outputs.
+        outputs: that of each of a rank's outputs, () until the call has run.
+        primal: the batches of the call's `primal`, if it has one.
     """
 
     call: RankCall
     inputs: tuple[int | None, ...]
     outputs: tuple[int | None, ...] = ()
+    primal: Batches | None = None
+
+    def finish(self, width: int) -> None:
+        """Record that the call has run, and returned `width` outputs."""
+        self.outputs = self.outputs or (0,) * width
+        if self.primal is not None:
+            self.primal.finish(width // 2)
 
 
 class RankCall(ABC):
@@ -91,6 +108,7 @@ class RecordedCall(RankCall):
         grad_mode: the caller's grad mode, for a run without derivatives.
         closures: inputs that all ranks share, the last ones of every graph.
         batches: the call under those levels of `vmap` that it has run at.
+        primal: the call of the first inputs and outputs, whose tangents are the last ones.
         graphs: every rank's graph, once it has run.
     """
 
@@ -101,6 +119,7 @@ class RecordedCall(RankCall):
     grad_mode: bool = True
     closures: Locals = ()
     batches: dict[int, Batches] = field(default_factory=dict)
+    primal: RecordedCall | None = None
     graphs: list[Graph] | None = None
 
     @property
@@ -122,6 +141,12 @@ class RecordedCall(RankCall):
         with torch.set_grad_enabled(self.grad_mode or any(tracked)):
             self.graphs = run_ranks(self.scope.mesh, run, rows)
         self.check(self)
+        call = self
+        while call.primal is not None:
+            assert call.graphs is not None
+            width = len(call.primal.levels)
+            call.primal.graphs = [(xs[:width], ys[: len(ys) // 2]) for xs, ys in call.graphs]
+            call = call.primal
         return [ys for _, ys in self.graphs]
 
     def graph(self, index: int, xs: Locals) -> Graph:
@@ -146,13 +171,48 @@ class RecordedCall(RankCall):
             for dim, inner in zip(dims, self.levels, strict=True)
         )
 
+        has_inner = any(inner is not None and inner > level for inner in self.levels)
+
         def function(rank: int, xs: Locals) -> Locals:
             one = torch.func.vmap(lambda *xs: self.function(rank, xs), inputs, 0, randomness)
-            ys: Locals = one(*xs)
+            with batches_of_gradients() if has_inner else nullcontext():
+                ys: Locals = one(*xs)
             return ys
 
-        self.batches[level] = Batches(replace(self, function=function, batches={}), inputs)
+        return self._at_level(level, inputs, function)
+
+    def _at_level(
+        self, level: int, inputs: tuple[int | None, ...], function: RankFunction
+    ) -> Batches:
+        """Return the call on batches; that of the primal inputs is recorded within it."""
+        call, primal = replace(self, function=function, batches={}), None
+        if self.primal is not None:
+            width = len(self.primal.levels)
+            primal = self.primal._at_level(level, inputs[:width], self.primal.function)
+            call.primal = primal.call.root
+        self.batches[level] = Batches(call, inputs, primal=primal)
         return self.batches[level]
+
+    def with_tangents(
+        self, columns: Sequence[int], levels: tuple[int | None, ...]
+    ) -> RecordedCall:
+        """Return the function in forward mode: with tangents of some inputs, and of all outputs.
+
+        Args:
+            columns: indices of the inputs that have a tangent, each an input after the others.
+            levels: those of all inputs.
+        """
+        width = len(self.levels)
+
+        def function(rank: int, xs: Locals) -> Locals:
+            tangents: list[torch.Tensor | None] = [None] * width
+            for index, tangent in zip(columns, xs[width:], strict=True):
+                tangents[index] = tangent
+            one = lambda *xs: self.function(rank, xs)  # noqa: E731
+            ys, ts = run_with_tangents(one, xs[:width], tangents)
+            return ys + ts
+
+        return replace(self, function=function, levels=levels, batches={}, primal=self)
 
 
 @dataclass(eq=False)
@@ -173,6 +233,27 @@ class DerivedCall(RankCall):
     def root(self) -> RecordedCall:
         """The recorded call that it is derived from."""
         return self.base.root
+
+    def check_differentiable(self) -> None:
+        """Raise `ShardingError` if derivatives of this derivative would be wrong.
+
+        A second backward pass goes through a module's results and, for values that the first one
+        saved, through its middle. A full backward hook is called once for the sum in PyTorch; here
+        the two are apart.
+        """
+        where = "the second derivative of a mapped function"
+        graphs = [*(self.graphs or ()), *(self.root.graphs or ())]
+        nodes = nodes_behind([y for _, ys in graphs for y in ys])
+        if any(isinstance(node, ONCE_DIFFERENTIABLE) for node in nodes):
+            fail(where, "an autograd.Function whose backward is marked @once_differentiable",
+                 "a backward must be differentiable for a second derivative",
+                 "leave the mark out, if its operations are PyTorch's")  # fmt: skip
+        if any(isinstance(node, HOOKED_MODULE) for node in nodes):
+            fail(where, "a module with full backward hooks",
+                 "a simulation passes the gradients of a second derivative in parts, and such a "
+                 "hook must see their sum",
+                 "x.register_hook(...) on the module's argument in forward, if it is linear in the "
+                 "gradient; or processes (torchrun)")  # fmt: skip
 
     @abstractmethod
     def linear(self, index: int, xs: Locals, *, create_graph: bool) -> tuple[Locals, LinearPart]:

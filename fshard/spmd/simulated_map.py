@@ -33,9 +33,10 @@ from fshard.spmd.closure_inputs import (
     find_transformed_closures,
     refuse_closure,
     replacing,
+    unreplaced,
 )
 from fshard.spmd.mesh_scope import Scope
-from fshard.spmd.rank_calls import Jvp, Locals, RankCall, RankFunction, RecordedCall, Vjp
+from fshard.spmd.rank_calls import DerivedCall, Jvp, Locals, RankCall, RankFunction, RecordedCall, Vjp
 
 
 def map_ranks(
@@ -116,7 +117,8 @@ def _map_transformed(
 def run_body(scope: Scope, body: RankFunction, rank: int, xs: Locals) -> Locals:
     """Return `body(rank, xs)` of the one rank that this process, or simulated rank, is."""
     ys = _run_bound(scope, body, rank, xs)
-    bind_for_backward(ys, scope.named_mesh, scope.bound_axes, scope.bound_axes - scope.axes)
+    inherited = scope.bound_axes - scope.axes
+    unreplaced(bind_for_backward)(ys, scope.named_mesh, scope.bound_axes, inherited)
     return ys
 
 
@@ -149,8 +151,14 @@ def _apply(call: RankCall, rows: Sequence[Locals]) -> list[Locals]:
 
 def _differentiable(call: RankCall, rows: Sequence[Locals]) -> list[Locals]:
     """Return the results of a call, which runs now if it did not, as those of a node."""
-    flat = chain.from_iterable(rows)
-    return _split_rows(apply_function(_RankNode, call, *flat), len(rows))
+    return _split_rows(_apply_node(call, *chain.from_iterable(rows)), len(rows))
+
+
+def _apply_node(call: RankCall, *flat: torch.Tensor) -> Locals:
+    """Return the flat results of a call as those of a node."""
+    node = _RecordedNode if isinstance(call, RecordedCall) else _RankNode
+    results: Locals = apply_function(node, call, *flat)
+    return results
 
 
 class _RankNode(torch.autograd.Function):
@@ -186,6 +194,8 @@ class _RankNode(torch.autograd.Function):
                 "the first backward() needs retain_graph=True"
             )
         root = call.root
+        if isinstance(call, DerivedCall):
+            call.check_differentiable()
         size, saved = root.scope.mesh.size, ctx.saved_tensors
         rows, width = _split_rows(saved, size), len(saved) // size
         needs = [any(ctx.needs_input_grad[1 + i :: width]) for i in range(width)]
@@ -223,9 +233,44 @@ class _RankNode(torch.autograd.Function):
             )
         positions = batches.inputs * size
         xs = [
-            x if position is None else with_batch_at(x, dim, position, info.batch_size)
+            x if position is None else _with_batch_at(x, dim, position, info.batch_size)
             for x, dim, position in zip(flat, dims, positions, strict=True)
         ]
-        ys = apply_function(_RankNode, batches.call, *xs)
-        batches.outputs = batches.outputs or (0,) * (len(ys) // size)
+        ys = _apply_node(batches.call, *xs)
+        batches.finish(len(ys) // size)
         return ys, batches.outputs * size
+
+
+def _with_batch_at(x: torch.Tensor, dim: int | None, position: int, n: int) -> torch.Tensor:
+    """Move the batch dim of `x` to a position, as `with_batch_at`, each element in its own memory.
+
+    PyTorch gives no tangent to a tensor that repeats its memory.
+    """
+    batch = with_batch_at(x, dim, position, n)
+    return batch.clone() if dim is None else batch
+
+
+class _RecordedNode(_RankNode):
+    """Node of a recorded call, which runs in forward mode where its inputs have tangents."""
+
+    @staticmethod
+    def duals(level: int, args: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+        call: RecordedCall
+        call, *flat = args
+        size = call.scope.mesh.size
+        rows, tangent_rows = _split_rows(flat, size), _split_rows(tangents[1:], size)
+        columns = [i for i, ts in enumerate(zip(*tangent_rows, strict=True)) if any(t is not None for t in ts)]
+        duals = [
+            xs + tuple([torch.zeros_like(xs[i]) if ts[i] is None else ts[i] for i in columns])
+            for xs, ts in zip(rows, tangent_rows, strict=True)
+        ]
+        inner = [*call.levels, *[call.levels[i] for i in columns]]
+        levels = [
+            known if known is not None and known > level else here
+            for known, here in zip(inner, _levels(duals), strict=True)
+        ]
+        results = _differentiable(call.with_tangents(columns, tuple(levels)), duals)
+        half = len(results[0]) // 2
+        ys = [y for results_ in results for y in results_[:half]]
+        ts = [t for results_ in results for t in results_[half:]]
+        return ys, [t if t.is_floating_point() or t.is_complex() else None for t in ts]
