@@ -106,6 +106,11 @@ def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
         return _at_level(function, interpreter.level()).apply(*lifted)
 
 
+def primal_of(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without its tangent of the innermost level of forward mode, if it has one."""
+    return x if forward_ad._current_level < 0 else forward_ad.unpack_dual(x).primal
+
+
 def _unpack_duals(args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """Return arguments without their tangents of the innermost level, and these, None without."""
     pairs = [

@@ -7,7 +7,9 @@ operations of its backward on placeholders of the cotangents, and one operation 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
@@ -287,15 +289,16 @@ def _with_backward(
     context = type(cls.__name__, (type(ctx),), {"saved_tensors": _SAVED})()
     vars(context).update(vars(ctx), _fshard_saved=saved)
     context.needs_input_grad = ctx.needs_input_grad
-    gradients = _run(
-        f"{cls.__name__}.backward",
-        where,
-        context.apply,
-        *(
-            cotangents.get(index, torch.zeros_like(x)) if isinstance(x, Tensor) else None
-            for index, x in enumerate(outputs)
-        ),
-    )
+    with _running_backward(cls, where):
+        gradients = _run(
+            f"{cls.__name__}.backward",
+            where,
+            context.apply,
+            *(
+                cotangents.get(index, torch.zeros_like(x)) if isinstance(x, Tensor) else None
+                for index, x in enumerate(outputs)
+            ),
+        )
     gradients = gradients if isinstance(gradients, tuple) else (gradients,)
     pairs = [
         (x, _like(x, g))
@@ -318,6 +321,28 @@ def _with_backward(
         ctx.save_for_backward(*(replaced.get(id(x), x) for x in saved))
     outputs = tuple(replaced.get(id(x), x) for x in outputs)
     return outputs if isinstance(result, tuple) else outputs[0]
+
+
+_BACKWARDS: ContextVar[tuple[type, ...]] = ContextVar("fshard_backwards", default=())
+
+
+@contextmanager
+def _running_backward(cls: type, where: str) -> Iterator[None]:
+    """Trace the backward of a function in the block; refuse one that leads to itself."""
+    running = _BACKWARDS.get()
+    if cls in running:
+        fail(
+            where,
+            f"{cls.__name__}.backward, which calls {cls.__name__} again",
+            "a backward is traced with those of the functions that it calls, which must end",
+            "write the backward in operations of PyTorch; or torch.library.custom_op, "
+            "register_autograd and fs.register_rule, whose gradient is not traced",
+        )
+    token = _BACKWARDS.set((*running, cls))
+    try:
+        yield
+    finally:
+        _BACKWARDS.reset(token)
 
 
 _ONCE = once_differentiable(lambda ctx: None).__code__

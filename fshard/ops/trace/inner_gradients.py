@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 from torch.autograd import function
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import BackwardHook
 
@@ -28,7 +29,7 @@ from fshard._torch.functorch import (
     transform_level,
 )
 from fshard._torch.memory import innermost
-from fshard._torch.modes import DispatchMode, function_modes
+from fshard._torch.modes import DispatchMode, DisableTorchFunction, function_modes
 from fshard._torch.operators import is_query
 from fshard._util.errors import fail
 from fshard.layout.tree import tensors_in
@@ -46,6 +47,7 @@ AUTOGRAD_CALLS = {
     torch.autograd.grad, torch.Tensor.backward, torch.Tensor.requires_grad_,
     torch.Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
     torch.Tensor.register_hook, torch.Tensor.retain_grad,
+    torch.Tensor.grad_fn.__get__,  # type: ignore[attr-defined]
 }  # fmt: skip
 """Calls of a function that takes gradients itself."""
 
@@ -102,13 +104,15 @@ class TraceMode(TorchFunctionMode):
             fail(self.where, "an assignment to `x.data`, which cannot be traced",
                  "a function is traced as the operations that it runs",
                  "x.data.copy_(y), or use y")  # fmt: skip
-        if func == torch.Tensor.register_hook and self.requires_grad:
-            fail(self.where, "x.register_hook(...), with gradients", GRADIENT_OF_TRACE + "hooks "
-                 "would be left out",
+        if func in _HOOKS and self.requires_grad and torch.is_grad_enabled():
+            fail(self.where, f"{_HOOKS[func]}, with gradients", GRADIENT_OF_TRACE + "hooks would "
+                 "be left out",
                  "s * y + ((1 - s) * y).detach() scales the gradient of y by s; other changes "
                  "where gradients come out")  # fmt: skip
 
 
+_GRAD_FN: Any = torch.Tensor.grad_fn.__get__  # type: ignore[attr-defined]
+_HOOKS = {torch.Tensor.register_hook: "x.register_hook(...)", _GRAD_FN: "x.grad_fn"}
 GRADIENT_OF_TRACE = (
     "a function is traced as the operations it runs, and the gradient is that of the trace: "
 )
@@ -249,16 +253,24 @@ def refuse_grads(action: str, where: str) -> NoReturn:
 
 @contextmanager
 def refuse_hidden_gradients(
-    requires_grad: Sequence[bool], depth: Callable[[], int], where: str
+    requires_grad: Sequence[bool],
+    depth: Callable[[], int],
+    outer_level: Callable[[], int | None],
+    where: str,
 ) -> Iterator[None]:
     """Refuse in the block everything that has gradients which no graph of operations has.
 
-    These are backward hooks of modules, and `backward()` to tensors that the function closes over.
-    The backward of a custom `autograd.Function` is traced. `depth` returns 0 in threads that do
-    not trace.
+    These are backward hooks of modules, hooks of saved tensors, and `backward()` to tensors that
+    the function closes over. The backward of a custom `autograd.Function` is traced.
+
+    Args:
+        requires_grad: for every argument, if its gradient is requested.
+        depth: returns 0 in threads that do not trace.
+        outer_level: returns the level of the transforms of `torch.func` around the trace, None for
+            a trace outside of them; those that the function uses have other levels.
+        where: name of the function in errors.
     """
     original = {owner: vars(owner).get(name) for owner, name in _PATCHED}
-    level = transform_level()
 
     def apply(cls: Any, *args: Any) -> Any:
         traced = depth() and transform_level() is None and has_own_backward(cls)
@@ -267,16 +279,18 @@ def refuse_hidden_gradients(
         return super(SingleLevelFunction, cls).apply(*args)
 
     def under_transform(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if depth() and transform_level() == level and has_own_backward(cls):
+        if depth() and transform_level() == outer_level() and has_own_backward(cls):
             return apply_in_transform(cls, args, where)
         return original[function](cls, *args, **kwargs)
 
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(mode, AboveAutograd) for mode in function_modes()):
             raise TakesGradients
-        if depth() and _reaches_outside(tensors):
-            refuse_grads("backward() fills .grad of a tensor that the function closes over", where)
-        return original[torch.autograd](tensors, *args, **kwargs)
+        with DisableTorchFunction():  # as within torch.autograd.grad
+            if depth() and _reaches_outside(tensors):
+                action = "backward() fills .grad of a tensor that the function closes over"
+                refuse_grads(action, where)
+            return original[torch.autograd](tensors, *args, **kwargs)
 
     def hook(self: Any, *args: Any) -> None:
         if depth() and (any(requires_grad) or torch.is_grad_enabled()):
@@ -286,10 +300,20 @@ def refuse_hidden_gradients(
                  "out")  # fmt: skip
         original[BackwardHook](self, *args)
 
+    def enter(self: Any) -> None:
+        is_users = type(self).__module__ != "torch.utils.checkpoint"
+        if is_users and depth() and any(requires_grad) and torch.is_grad_enabled():
+            fail(where, f"torch.autograd.graph.{type(self).__name__}, with gradients",
+                 GRADIENT_OF_TRACE + "hooks would be left out",
+                 f"with torch.autograd.graph.{type(self).__name__}(...) around the call: its "
+                 "hooks get the saved locals")  # fmt: skip
+        original[saved_tensors_hooks](self)
+
     SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]
     vars(function)["custom_function_call"] = under_transform
     torch.autograd.backward = backward
     BackwardHook.__init__ = hook  # type: ignore[method-assign, assignment]
+    saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -303,6 +327,7 @@ def refuse_hidden_gradients(
 _PATCHED: tuple[tuple[Any, str], ...] = (
     (SingleLevelFunction, "apply"), (function, "custom_function_call"),
     (torch.autograd, "backward"), (BackwardHook, "__init__"),
+    (saved_tensors_hooks, "__enter__"),
 )  # fmt: skip
 
 

@@ -161,7 +161,10 @@ def trace(
         ShardingError: if the function fails, reads values of a tensor, or calls a custom
             `autograd.Function` while gradients are requested.
     """
-    hidden = refuse_hidden_gradients(requires_grad, trace_depth, where)
+    outer_levels: list[int | None] = [None]
+    hidden = refuse_hidden_gradients(
+        requires_grad, trace_depth, lambda: outer_levels[-1], where
+    )
 
     def trace_with(mode: AboveAutograd | BelowAutograd) -> TracedFunction:
         is_above = isinstance(mode, AboveAutograd)
@@ -186,6 +189,7 @@ def trace(
             with without_transforms():  # `grad` would wrap the results of factories
                 traced = trace_once(outside=True)
         except ReadsBatchedTensor:
+            outer_levels.append(transform_level())
             traced = trace_once(outside=False)
             _check_constants(traced.graph, where)
     graph = traced.graph

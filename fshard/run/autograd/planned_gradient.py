@@ -10,7 +10,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from fshard._torch.autograd_state import UNSAFE_VIEW
-from fshard._torch.functorch import apply_function
+from fshard._torch.functorch import apply_function, primal_of, set_forward_mode
+from fshard._util.errors import fail
 from fshard.program.program import Program
 from fshard.run.transports.base import backward_phase
 from fshard.run.transports.divergence_report import backward_label
@@ -84,7 +85,9 @@ class _Attach(torch.autograd.Function):
         outputs = _grouped(output, ctx.n)
         others = iter(_grouped(xs, ctx.n)[ctx.gradient.inputs + ctx.gradient.outputs :])
         saved = [next(others) if i is None else outputs[i] for i in ctx.gradient.saved]
-        ctx.save_for_backward(*(saved if ctx.n is None else [x for xs in saved for x in xs]))
+        flat = saved if ctx.n is None else [x for xs in saved for x in xs]
+        ctx.save_for_backward(*flat)
+        ctx.save_for_forward(*output, *flat)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
@@ -93,7 +96,35 @@ class _Attach(torch.autograd.Function):
         return (None, None, *gradients, *[None] * (ctx.count - len(gradients)))
 
 
+    @staticmethod
+    def jvp(ctx: Any, _: None, __: None, *tangents: torch.Tensor) -> Tensors:
+        """Transpose the backward: it is linear in the cotangents."""
+        gradient, n = ctx.gradient, ctx.n or 1
+        if gradient.once:
+            fail("a partitioned function", "a tangent through an autograd.Function whose backward "
+                 "is marked @once_differentiable", "the tangent is the transpose of its backward, "
+                 "which must be differentiable",
+                 "leave the mark out, if its operations are PyTorch's")  # fmt: skip
+        count = gradient.outputs * n
+        values = [primal_of(x) for x in ctx.saved_tensors]
+        outputs, saved = values[:count], values[count:]
+
+        def transposed(*cts: torch.Tensor) -> Tensors:
+            return _gradients(ctx, cts, saved)
+
+        with set_forward_mode(True):
+            zeros = [torch.zeros_like(y) for y in outputs]
+            _, transpose = torch.func.vjp(transposed, *zeros)
+            results: Tensors = transpose(tangents[: gradient.inputs * n])
+        return results
+
+
 def _run_backward(ctx: Any, *grads: torch.Tensor) -> Tensors:
+    return _gradients(ctx, grads, ctx.saved_tensors)
+
+
+def _gradients(ctx: Any, cts: Tensors, saved: Sequence[torch.Tensor]) -> Tensors:
+    """Run the planned function on flat cotangents and saved tensors."""
     with backward_phase(ctx.label):
-        gradients = ctx.gradient.call.run(_grouped((*grads, *ctx.saved_tensors), ctx.n))
+        gradients = ctx.gradient.call.run(_grouped((*cts, *saved), ctx.n))
     return tuple(gradients if ctx.n is None else [x for xs in gradients for x in xs])
