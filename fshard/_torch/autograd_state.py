@@ -31,6 +31,18 @@ ONCE_DIFFERENTIABLE: type = type(
     torch._C._functions.DelayedError(b"", 1)(torch.ones(1, requires_grad=True)).grad_fn
 )
 """Type of the nodes of gradients from a backward that is marked `@once_differentiable`."""
+
+
+def library_operation(node: Any) -> str | None:
+    """Return the name of the `torch.library` operation whose registered gradient a node is.
+
+    Such an operation has no derivative in forward mode; PyTorch gives it no tangent.
+    """
+    name = type(node).__name__
+    return name[len(_GENERATED) : -len("Backward")] if name.startswith(_GENERATED) else None
+
+
+_GENERATED = "GeneratedBackwardFor_"
 UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 
 

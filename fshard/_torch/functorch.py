@@ -113,19 +113,14 @@ def primal_of(x: torch.Tensor) -> torch.Tensor:
 
 def _unpack_duals(args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """Return arguments without their tangents of the innermost level, and these, None without."""
-    pairs = [
-        forward_ad.unpack_dual(x) if isinstance(x, torch.Tensor) else (x, None) for x in args
-    ]
+    pairs = [forward_ad.unpack_dual(x) if isinstance(x, torch.Tensor) else (x, None) for x in args]
     return [x for x, _ in pairs], [t for _, t in pairs]
 
 
 def _make_duals(ys: Sequence[Any], tangents: Sequence[Any]) -> Any:
     """Return outputs with their tangents at the innermost level."""
     return tuple(
-        [
-            y if t is None else forward_ad.make_dual(y, t)
-            for y, t in zip(ys, tangents, strict=True)
-        ]
+        [y if t is None else forward_ad.make_dual(y, t) for y, t in zip(ys, tangents, strict=True)]
     )
 
 
@@ -168,7 +163,9 @@ def run_with_tangents(
 
     def run(*duals: torch.Tensor) -> tuple[torch.Tensor, ...]:
         remaining = iter(duals)
-        return fn(*(x if t is None else next(remaining) for x, t in zip(primals, tangents)))
+        return fn(
+            *(x if t is None else next(remaining) for x, t in zip(primals, tangents, strict=True))
+        )
 
     pairs = [(x, t) for x, t in zip(primals, tangents, strict=True) if t is not None]
     if forward_ad._current_level >= 0 and eager_transforms.JVP_NESTING == 0:

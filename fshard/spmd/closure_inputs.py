@@ -135,9 +135,7 @@ _BATCHES_OF_GRADIENTS = ContextVar("fshard_batches_of_gradients", default=False)
 
 def _has_gradient_of_batch(x: torch.Tensor) -> bool:
     """Return True for a batch of whose elements a transform within the `vmap` takes gradients."""
-    return (
-        _BATCHES_OF_GRADIENTS.get() and is_batched_at_any_level(x) and innermost(x).requires_grad
-    )
+    return _BATCHES_OF_GRADIENTS.get() and is_batched_at_any_level(x) and innermost(x).requires_grad
 
 
 @contextmanager

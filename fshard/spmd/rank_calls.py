@@ -20,6 +20,7 @@ import torch
 from fshard._torch.autograd_state import (
     HOOKED_MODULE,
     ONCE_DIFFERENTIABLE,
+    library_operation,
     nodes_behind,
     order_nodes,
 )
@@ -133,14 +134,14 @@ class RecordedCall(RankCall):
 
         def run(rank: Any, xs: Locals) -> Graph:
             # A rank's graph begins at its inputs, which share memory with the caller's.
-            leaves = tuple(
-                [x.detach().requires_grad_() if t else x for x, t in zip(xs, tracked, strict=True)]
-            )
+            leaves = tuple([_leaf(x) if t else x for x, t in zip(xs, tracked, strict=True)])
             return leaves, self.function(rank.rank, leaves)
 
         with torch.set_grad_enabled(self.grad_mode or any(tracked)):
             self.graphs = run_ranks(self.scope.mesh, run, rows)
         self.check(self)
+        if self.primal is not None:
+            check_forward_mode(self.graphs)
         call = self
         while call.primal is not None:
             assert call.graphs is not None
@@ -193,9 +194,7 @@ class RecordedCall(RankCall):
         self.batches[level] = Batches(call, inputs, primal=primal)
         return self.batches[level]
 
-    def with_tangents(
-        self, columns: Sequence[int], levels: tuple[int | None, ...]
-    ) -> RecordedCall:
+    def with_tangents(self, columns: Sequence[int], levels: tuple[int | None, ...]) -> RecordedCall:
         """Return the function in forward mode: with tangents of some inputs, and of all outputs.
 
         Args:
@@ -212,7 +211,9 @@ class RecordedCall(RankCall):
             ys, ts = run_with_tangents(one, xs[:width], tangents)
             return ys + ts
 
-        return replace(self, function=function, levels=levels, batches={}, primal=self)
+        # The graphs show which operations have no tangent.
+        tracked = tuple([level or 0 for level in levels])
+        return replace(self, function=function, levels=tracked, batches={}, primal=self)
 
 
 @dataclass(eq=False)
@@ -413,15 +414,26 @@ class BatchedCall(DerivedCall):
         return Batches(BatchedCall(call, self.base_width, self.size, self.dims), inputs, outputs)
 
 
+def check_forward_mode(graphs: Sequence[Graph]) -> None:
+    """Raise `ShardingError` for operations in graphs to which forward mode gives no tangent."""
+    names = {library_operation(node) for node in nodes_behind([y for _, ys in graphs for y in ys])}
+    names.discard(None)
+    if names:
+        fail("a tangent of a mapped function",
+             f"the torch.library operation {', '.join(sorted(map(str, names)))}",
+             "register_autograd registers a gradient and no tangent, for which PyTorch takes zero",
+             "reverse mode: torch.func.grad, vjp or jacrev; or an autograd.Function with a jvp "
+             "that calls the operation")  # fmt: skip
+
+
 def _requiring_grad(xs: Locals) -> Locals:
     """Return tensors, with a gradient where they can have one."""
-    return tuple(
-        [
-            x if x.requires_grad or not (x.is_floating_point() or x.is_complex())
-            else x.detach().requires_grad_()
-            for x in xs
-        ]
-    )  # fmt: skip
+    return tuple([x if x.requires_grad else _leaf(x) for x in xs])
+
+
+def _leaf(x: torch.Tensor) -> torch.Tensor:
+    """Return a leaf with the memory of `x`, which requires grad if it can have one."""
+    return x.detach().requires_grad_(x.is_floating_point() or x.is_complex())
 
 
 def _gradients(

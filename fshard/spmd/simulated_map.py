@@ -36,7 +36,15 @@ from fshard.spmd.closure_inputs import (
     unreplaced,
 )
 from fshard.spmd.mesh_scope import Scope
-from fshard.spmd.rank_calls import DerivedCall, Jvp, Locals, RankCall, RankFunction, RecordedCall, Vjp
+from fshard.spmd.rank_calls import (
+    DerivedCall,
+    Jvp,
+    Locals,
+    RankCall,
+    RankFunction,
+    RecordedCall,
+    Vjp,
+)
 
 
 def map_ranks(
@@ -259,7 +267,11 @@ class _RecordedNode(_RankNode):
         call, *flat = args
         size = call.scope.mesh.size
         rows, tangent_rows = _split_rows(flat, size), _split_rows(tangents[1:], size)
-        columns = [i for i, ts in enumerate(zip(*tangent_rows, strict=True)) if any(t is not None for t in ts)]
+        columns = [
+            i
+            for i, ts in enumerate(zip(*tangent_rows, strict=True))
+            if any(t is not None for t in ts)
+        ]
         duals = [
             xs + tuple([torch.zeros_like(xs[i]) if ts[i] is None else ts[i] for i in columns])
             for xs, ts in zip(rows, tangent_rows, strict=True)

@@ -29,7 +29,7 @@ from fshard._torch.functorch import (
     transform_level,
 )
 from fshard._torch.memory import innermost
-from fshard._torch.modes import DispatchMode, DisableTorchFunction, function_modes
+from fshard._torch.modes import DisableTorchFunction, DispatchMode, function_modes
 from fshard._torch.operators import is_query
 from fshard._util.errors import fail
 from fshard.layout.tree import tensors_in

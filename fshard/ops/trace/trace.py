@@ -162,9 +162,7 @@ def trace(
             `autograd.Function` while gradients are requested.
     """
     outer_levels: list[int | None] = [None]
-    hidden = refuse_hidden_gradients(
-        requires_grad, trace_depth, lambda: outer_levels[-1], where
-    )
+    hidden = refuse_hidden_gradients(requires_grad, trace_depth, lambda: outer_levels[-1], where)
 
     def trace_with(mode: AboveAutograd | BelowAutograd) -> TracedFunction:
         is_above = isinstance(mode, AboveAutograd)

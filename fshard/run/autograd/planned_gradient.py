@@ -95,7 +95,6 @@ class _Attach(torch.autograd.Function):
         gradients = run(ctx, *grads)
         return (None, None, *gradients, *[None] * (ctx.count - len(gradients)))
 
-
     @staticmethod
     def jvp(ctx: Any, _: None, __: None, *tangents: torch.Tensor) -> Tensors:
         """Transpose the backward: it is linear in the cotangents."""
