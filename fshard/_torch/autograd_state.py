@@ -25,7 +25,7 @@ view_base: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 """Number of in-place writes to the memory of a tensor."""
 backward_hooks_of: Callable[[torch.Tensor], dict[int, Any] | None] = attrgetter("_backward_hooks")
-HOOKED_MODULE: type = BackwardHookFunction._backward_cls  # type: ignore[attr-defined]
+HOOKED_MODULE: type = BackwardHookFunction._backward_cls
 """Type of the nodes at the arguments and results of a module with full backward hooks."""
 ONCE_DIFFERENTIABLE: type = type(
     torch._C._functions.DelayedError(b"", 1)(torch.ones(1, requires_grad=True)).grad_fn
@@ -43,6 +43,8 @@ def library_operation(node: Any) -> str | None:
 
 
 _GENERATED = "GeneratedBackwardFor_"
+GRAD_FN: Any = torch.Tensor.grad_fn.__get__  # type: ignore[union-attr]
+"""The function that a function mode sees where `x.grad_fn` is read."""
 UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 
 

@@ -174,10 +174,8 @@ def run_with_tangents(
             outputs = [forward_ad.unpack_dual(y) for y in ys]
         zeros = [torch.zeros_like(y) if t is None else t for y, t in outputs]
         return tuple([y for y, _ in outputs]), tuple(zeros)
-    results: tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]] = torch.func.jvp(
-        run, tuple([x for x, _ in pairs]), tuple([t for _, t in pairs])
-    )
-    return results
+    ys, ts, *_ = torch.func.jvp(run, tuple([x for x, _ in pairs]), tuple([t for _, t in pairs]))
+    return ys, ts
 
 
 @lru_cache(maxsize=1024)

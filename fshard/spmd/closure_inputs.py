@@ -18,7 +18,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from fshard._torch.autograd_state import backward_hooks_of
+from fshard._torch.autograd_state import GRAD_FN, backward_hooks_of
 from fshard._torch.functorch import (
     innermost_level,
     is_batched_at_any_level,
@@ -98,7 +98,7 @@ class ReplacingMode(TorchFunctionMode):
 
     def refuse_hook(self, func: Any) -> NoReturn:
         """Raise for a gradient hook of a batch, whose elements have no gradient of their own."""
-        fail(self.where, f"{'x.grad_fn' if func == _GRAD_FN else 'x.register_hook(...)'} in a body "
+        fail(self.where, f"{'x.grad_fn' if func == GRAD_FN else 'x.register_hook(...)'} in a body "
              "of which a vmap takes gradients",
              "a hook must see the gradient of one element, and a simulation has that of the batch",
              "s * y + ((1 - s) * y).detach() scales the gradient of y by s; an autograd.Function "
@@ -128,8 +128,7 @@ def refuse_closure(where: str, x: torch.Tensor) -> NoReturn:
 
 
 _REQUIRES_GRAD: Any = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
-_GRAD_FN: Any = torch.Tensor.grad_fn.__get__  # type: ignore[attr-defined]
-_GRADIENT_QUERIES = {torch.Tensor.register_hook, _REQUIRES_GRAD, _GRAD_FN}
+_GRADIENT_QUERIES = {torch.Tensor.register_hook, _REQUIRES_GRAD, GRAD_FN}
 _BATCHES_OF_GRADIENTS = ContextVar("fshard_batches_of_gradients", default=False)
 
 

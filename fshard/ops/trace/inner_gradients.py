@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import BackwardHook
 
-from fshard._torch.autograd_state import graph_task_id, is_any_autocast_enabled
+from fshard._torch.autograd_state import GRAD_FN, graph_task_id, is_any_autocast_enabled
 from fshard._torch.fake_tensors import FakeTensor
 from fshard._torch.functorch import (
     SingleLevelFunction,
@@ -47,7 +47,7 @@ AUTOGRAD_CALLS = {
     torch.autograd.grad, torch.Tensor.backward, torch.Tensor.requires_grad_,
     torch.Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
     torch.Tensor.register_hook, torch.Tensor.retain_grad,
-    torch.Tensor.grad_fn.__get__,  # type: ignore[attr-defined]
+    GRAD_FN,
 }  # fmt: skip
 """Calls of a function that takes gradients itself."""
 
@@ -111,8 +111,7 @@ class TraceMode(TorchFunctionMode):
                  "where gradients come out")  # fmt: skip
 
 
-_GRAD_FN: Any = torch.Tensor.grad_fn.__get__  # type: ignore[attr-defined]
-_HOOKS = {torch.Tensor.register_hook: "x.register_hook(...)", _GRAD_FN: "x.grad_fn"}
+_HOOKS = {torch.Tensor.register_hook: "x.register_hook(...)", GRAD_FN: "x.grad_fn"}
 GRADIENT_OF_TRACE = (
     "a function is traced as the operations it runs, and the gradient is that of the trace: "
 )

@@ -113,7 +113,7 @@ class _Attach(torch.autograd.Function):
 
         with set_forward_mode(True):
             zeros = [torch.zeros_like(y) for y in outputs]
-            _, transpose = torch.func.vjp(transposed, *zeros)
+            transpose: Any = torch.func.vjp(transposed, *zeros)[1]
             results: Tensors = transpose(tangents[: gradient.inputs * n])
         return results
 
