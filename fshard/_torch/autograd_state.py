@@ -16,6 +16,10 @@ SET_GRAD_ENABLED = torch._C._set_grad_enabled
 is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 """Id of the backward pass that runs in this thread, -1 outside of one."""
+at_end_of_backward: Callable[[Callable[[], None]], None] = (
+    torch.autograd.Variable._execution_engine.queue_callback
+)
+"""Call a function when the running backward pass has ended without an error."""
 keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 """Return True if the running backward pass has `retain_graph=True`."""
 

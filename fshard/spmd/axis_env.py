@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from fshard._torch.autograd_state import graph_task_id
+from fshard._torch.autograd_state import at_end_of_backward, graph_task_id
 from fshard._util.errors import Problem, fail, raise_if
 from fshard.layout.mesh import Axes, Mesh, as_axes, as_mesh
 from fshard.run.execute import Pending, current_tracker_hook
@@ -30,12 +30,13 @@ class BoundAxes:
     Attributes:
         tracker: the `Tracker` of the types of the call's tensors, if any.
         backward_task: id of the backward pass for which the names are bound again, if any.
+        is_over: True once that backward pass has ended.
         outer: the binding that the backward pass was started in.
         outer_axes: the axes bound around the forward call whose backward pass it is.
     """
 
     __slots__ = (
-        "axes", "backward_task", "mesh", "outer", "outer_axes", "pendings", "previous_axes",
+        "axes", "backward_task", "is_over", "mesh", "outer", "outer_axes", "pendings", "previous_axes",
         "token", "tracker",
     )  # fmt: skip
 
@@ -44,8 +45,13 @@ class BoundAxes:
         self.tracker: Any = None
         self.pendings: list[Pending] = []
         self.backward_task: int | None = None
+        self.is_over = False
         self.outer: BoundAxes | None = None
         self.outer_axes: frozenset[str] = frozenset()
+
+    def end_backward(self) -> None:
+        """Unbind the names: the backward pass has ended."""
+        self.is_over = True
 
     def __enter__(self) -> BoundAxes:
         self.token: Token[BoundAxes | None] = _BOUND.set(self)
@@ -101,12 +107,15 @@ GRAPH_AXES: list[tuple[Mesh, frozenset[str]] | None] = [None]
 
 
 def current_axes() -> BoundAxes | None:
-    """Return the axes that the innermost running `shard_map` has bound, or None."""
+    """Return the axes that the innermost running `shard_map` has bound, or None.
+
+    A backward pass may run others in it, whose ids are larger: reentrant checkpoints do.
+    """
     bound = _BOUND.get()
     while bound is not None and bound.backward_task is not None:
-        if bound.backward_task == graph_task_id():
+        if not bound.is_over and bound.backward_task <= graph_task_id():
             return bound
-        bound = bound.outer  # its backward pass is over
+        bound = bound.outer  # its backward pass is over, or failed
     return bound
 
 
@@ -126,6 +135,7 @@ def bind_for_backward(
         again.outer, again.backward_task = current_axes(), graph_task_id()
         while again.outer is not None and again.outer.backward_task == again.backward_task:
             again.outer = again.outer.outer
+        at_end_of_backward(again.end_backward)
         _BOUND.set(again)
 
     for node in {y.grad_fn for y in ys if y.grad_fn is not None}:

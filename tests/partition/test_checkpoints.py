@@ -8,12 +8,19 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 from fshard import Mesh, P
 from tests.helpers.spec_grid import random_global
-from tests.helpers.spmd.checkpoint_cases import OPTIONS, differentiated, layer, results
+from tests.helpers.spmd.checkpoint_cases import (
+    OPTIONS,
+    differentiated,
+    functions,
+    layer,
+    results,
+)
 
 MESH = Mesh(x=2, y=2)
 ROWS = ("x", "y")
@@ -27,6 +34,44 @@ def test_checkpoints_equal_one_device(name: str, form: str) -> None:
         torch.testing.assert_close(
             values, EXPECTED, rtol=0, atol=1e-10, msg=lambda text, key=key: f"{key}: {text}"
         )
+
+
+class CountProducts(TorchDispatchMode):
+    """Counter of matrix products that run in the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.mm.default
+        return func(*args, **(kwargs or {}))
+
+
+PLACES = (
+    "in a body, check=False", "in a body, check=True", "around a body, check=False",
+    "around a body, check=True", "in a partition", "around a partition",
+)  # fmt: skip
+
+
+def products_of_backward(fn: Any) -> int:
+    args = [torch.ones(s, dtype=torch.float64).requires_grad_() for s in [(4, 6), (6, 8), (8, 6)]]
+    out = fn(*args).sum()
+    with CountProducts() as products:
+        out.backward()
+    return products.count
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_selective_policies_decide_what_runs_again(place: str) -> None:
+    """A gradient takes two products for each; the policy keeps those of the forward pass."""
+    counts = {
+        name: products_of_backward(functions(MESH, OPTIONS[name], "single")[place])
+        for name in ("plain", "policy")
+    }
+    gradients = 2 * 4 * MESH.size  # four products on each rank
+    assert counts["policy"] == gradients
+    assert gradients + 2 * MESH.size <= counts["plain"] <= gradients + 4 * MESH.size  # stops early
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -12,7 +12,7 @@ from tests.helpers.spmd.checkpoint_cases import differentiated, layer, results
 
 MESHES = {2: Mesh(x=2, y=1), 4: Mesh(x=2, y=2, devices=(2, 0, 3, 1))}
 CASES = {
-    2: [("policy", "single"), ("reentrant", "single")],
+    2: [("policy", "single"), ("reentrant", "single"), ("reentrant", "nested")],
     4: [("plain", "nested"), ("policy", "nested"), ("plain", "sequence")],
 }
 
