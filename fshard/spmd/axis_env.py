@@ -36,8 +36,8 @@ class BoundAxes:
     """
 
     __slots__ = (
-        "axes", "backward_task", "is_over", "mesh", "outer", "outer_axes", "pendings", "previous_axes",
-        "token", "tracker",
+        "axes", "backward_task", "is_over", "mesh", "outer", "outer_axes", "pendings",
+        "previous_axes", "token", "tracker",
     )  # fmt: skip
 
     def __init__(self, mesh: Mesh, axes: frozenset[str]) -> None:
