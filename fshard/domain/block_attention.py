@@ -140,7 +140,8 @@ class Attention:
         """Yield intervals of rows; one of all where derivatives of the operations are taken."""
         n = q.shape[-2]
         scores = math.prod(q.shape[:-2]) * k.shape[-2]
-        size = n if torch.is_grad_enabled() else max(1, MAX_SCORES // max(scores, 1))
+        at_once = torch.is_grad_enabled() or q.is_meta
+        size = n if at_once else max(1, MAX_SCORES // max(scores, 1))
         for first in range(0, n, max(size, 1)):
             yield first, min(first + size, n)
 

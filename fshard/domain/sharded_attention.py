@@ -287,10 +287,10 @@ class RingLayouts:
     operands: tuple[Spec, ...]
     result: Spec
 
-    def function(
+    def body(
         self, options: AttentionOptions, drop_key: Tensor | None = None
-    ) -> Callable[..., Any]:
-        """Return the attention on pairs of these layouts, with checks of the order.
+    ) -> Callable[..., Tensor]:
+        """Return the attention on the locals of a rank, after checks of the order.
 
         Raises:
             ShardingError: sizes that are not those of the order.
@@ -303,7 +303,7 @@ class RingLayouts:
         split = query.partition.dims[rows]
         used = [axis for spec in self.operands for dim in spec.partition.dims for axis in dim]
 
-        def body(*tensors: Tensor) -> Tensor:
+        def ring_attention(*tensors: Tensor) -> Tensor:
             rank = current_rank(mesh, WHERE).rank
             group = mesh.group(rank, split) if split else (rank,)
             shape, offsets = self.result.local_shape(rank), self.result.offsets(rank)
@@ -313,7 +313,7 @@ class RingLayouts:
                 xs, options, mesh, self.axes, queries[group.index(rank)], keys, scores, drop_key
             )
 
-        return local_map(body, out_specs=self.result)  # type: ignore[no-any-return]
+        return ring_attention
 
 
 def ring_layouts(specs: Sequence[Spec], shape: Sequence[int]) -> RingLayouts | None:
@@ -406,7 +406,7 @@ def _on_pairs(operands: Sequence[Any], options: AttentionOptions) -> Sharded:
             *pairs[:3], mask, options.dropout_p, options.is_causal, scale=options.scale,
             enable_gqa=options.enable_gqa)  # fmt: skip
         return result
-    run = layouts.function(options, options.drop_key())
+    run = local_map(layouts.body(options, options.drop_key()), out_specs=layouts.result)
     moved = [
         pair if pair.spec == spec else reshard(pair, spec)
         for pair, spec in zip(pairs, layouts.operands, strict=True)

@@ -87,7 +87,7 @@ def explain_partitioned(call: PartitionedCall, topology: Topology) -> Table:
     ]
     if call.grad:
         footer.append(("saved", "", "", "", bytes_text(sum(kept.nbytes.values()))))
-    count = sum(isinstance(line, Operation | Factory) for line in call.lines)
+    count = sum(isinstance(line, Operation | Factory | RegionCall) for line in call.lines)
     title = f"{plural(count, 'operation')} on {call.mesh}, topology {topology.title}"
     shown = len(COLUMNS) if call.grad else -2
     again = ("↻ runs again in the backward pass",) if kept.recomputed else ()

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from fshard._torch.operators import OpOverload, OpOverloadPacket, schema_of
 from fshard._util.errors import did_you_mean, fail
+from fshard.layout.spec import Spec
 from fshard.ops.core.call import OpCall
 from fshard.ops.core.rule import Rule, rule
+from fshard.spmd.mapped_function import MappedFunction
 
 Generator = Callable[[OpCall], Any]
 """Function of a call that returns its rule, text, a list of shardings, or None."""
@@ -52,8 +54,26 @@ class _Constant:
         return self.rule
 
 
+class MappedStrategy(NamedTuple):
+    """Strategy of a call that is a mapped function with collectives of its own, such as a ring.
+
+    Attributes:
+        function: the function of the operands, from pairs of the layouts `in_specs` to pairs.
+        in_specs: the layouts of the operands.
+        hiding: floating-point operations of a rank during its collectives; twice as many backward.
+    """
+
+    function: MappedFunction
+    in_specs: tuple[Spec, ...]
+    hiding: float
+
+
+MappedStrategyOf = Callable[[OpCall, Sequence[Spec]], MappedStrategy | None]
+"""Function of a call and its operands' layouts to a strategy; None if there is none for them."""
+
 _ROWS: dict[Any, Row] = {}
 _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
+_MAPPED: dict[Any, MappedStrategyOf] = {}
 _COUNT = [0]
 _RULES = "fshard.ops.rules"
 """Package whose modules register the built-in rules, imported at the first look-up."""
@@ -143,6 +163,25 @@ def register_decomposition(*ops: Any) -> Callable[[G], G]:
         return decomposition
 
     return register
+
+
+def register_mapped_strategy(op: Any) -> Callable[[MappedStrategyOf], MappedStrategyOf]:
+    """Return a decorator that registers the strategies of an operation that are mapped functions.
+
+    They are costed beside its rule and its decomposition, where the rule would redistribute.
+    """
+
+    def register(strategy_of: MappedStrategyOf) -> MappedStrategyOf:
+        _MAPPED[op] = strategy_of
+        return strategy_of
+
+    return register
+
+
+def mapped_strategy(call: OpCall, specs: Sequence[Spec]) -> MappedStrategy | None:
+    """Return the strategy of a call that is a mapped function, None if it has none."""
+    strategy_of = _MAPPED.get(call.op)
+    return None if strategy_of is None else strategy_of(call, specs)
 
 
 def registry_version() -> int:

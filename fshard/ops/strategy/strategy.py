@@ -22,6 +22,7 @@ from fshard.plan.redistribute import redistribute
 from fshard.program.cost.model import Cost
 from fshard.program.cost.rank_overlap import DimSharding
 from fshard.program.cost.topology import Topology
+from fshard.program.cost.traffic import max_local_nbytes
 from fshard.program.halo_boxes import reversed_halo
 from fshard.program.halo_steps import HaloExchange, Windows
 from fshard.program.program import Program
@@ -119,6 +120,12 @@ class Strategy:
         """Cost of the programs and of the results' halo reductions, one after the other."""
         reductions = [halo for halo in self.out_halos if halo]
         return Cost.in_turn(x.cost(self.topology) for x in (*self.programs, *reductions))
+
+    @property
+    def local_nbytes(self) -> int:
+        """Bytes of the operands and results that the fullest rank holds while it computes."""
+        specs = (*self.in_specs, *self.computed_specs)
+        return sum(max_local_nbytes(spec) for spec in specs if spec is not None)
 
     @property
     def summary(self) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import Context, ContextVar
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, NoReturn
 
 import torch
@@ -27,6 +28,7 @@ from fshard._torch.modes import (
     without_dispatch_modes,
 )
 from fshard._torch.thread_state import ThreadSettings
+from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import ShardingError, fail
 from fshard.layout.sharded import Sharded
 from fshard.layout.spec import Spec
@@ -197,22 +199,38 @@ def _record(function: MappedFunction, args: tuple[Any, ...], kwargs: dict[str, A
             "P() for a replicated tensor",
         )
     template = tuple(x if spec is None else spec for x, spec in zip(leaves, specs, strict=True))
-    in_specs = tuple(spec for spec in specs if spec is not None)
-    surroundings = _surroundings()
-    run = ShapeRun(function, template, tree, surroundings)
-    results, results_tree = flatten(run.results)
-    tensors = [leaf for leaf in results if isinstance(leaf, Sharded)]
-    grad = any(pair.local.requires_grad for pair in tensors)
-    out_specs, forward = tuple(pair.spec for pair in tensors), tuple(run.transport.forward)
+    region, run_results = _region_of(function, tree, template, _surroundings())
+    results, results_tree = flatten(run_results)
     regions = _REGIONS.get()
-    region = MappedRegion(
-        function, tree, template, in_specs, out_specs, grad, forward, surroundings
-    )
     regions.append(region)
     outputs = iter(MAPPED_REGION(inputs, len(regions) - 1))
     return unflatten(
         results_tree, [next(outputs) if isinstance(x, Sharded) else x for x in results]
     )
+
+
+def _region_of(
+    function: MappedFunction, tree: TreeDef, template: tuple[Any, ...], surroundings: ThreadSettings
+) -> tuple[MappedRegion, Any]:
+    """Return the region of a call, and its results on a rank, from leaves with specs of tensors."""
+    run = ShapeRun(function, template, tree, surroundings)
+    tensors = _tensor_results(run.results)
+    in_specs = tuple(leaf for leaf in template if isinstance(leaf, Spec))
+    region = MappedRegion(
+        function, tree, template, in_specs, tuple(pair.spec for pair in tensors),
+        any(pair.local.requires_grad for pair in tensors), tuple(run.transport.forward),
+        surroundings,
+    )  # fmt: skip
+    return region, run.results
+
+
+@lru_cache(maxsize=CACHE_SIZE)
+def planned_region(function: MappedFunction, in_specs: tuple[Spec, ...]) -> MappedRegion:
+    """Return the region of a mapped function of tensors of these layouts, under no modes."""
+    leaves, tree = flatten((in_specs, {}))
+    settings = ThreadSettings.current()
+    settings = replace(settings, autocast=(), function_modes=(), dispatch_modes=())
+    return _region_of(function, tree, tuple(leaves), settings)[0]
 
 
 def _is_unplanned(leaf: Any, spec: Spec | None) -> bool:

@@ -26,14 +26,19 @@ from fshard.layout.tree import flatten
 from fshard.ops.core.builders import is_inexact
 from fshard.ops.core.cache_keys import freeze
 from fshard.ops.core.call import Meta, OpCall, fill_call, instances_in, map_call
-from fshard.ops.core.registry import decomposition_of, row_of
+from fshard.ops.core.registry import (
+    MappedStrategy,
+    decomposition_of,
+    mapped_strategy,
+    row_of,
+)
 from fshard.ops.propagate.propagate import rule_of, strategy_for
 from fshard.ops.rules.elementwise.pointwise import pointwise
 from fshard.ops.strategy.strategy import Strategy
 from fshard.ops.trace.checkpoints import CheckpointMark
 from fshard.ops.trace.custom_functions import TracedBackward
 from fshard.ops.trace.functionalize import has_no_gradient
-from fshard.ops.trace.mapped_regions import MappedRegion
+from fshard.ops.trace.mapped_regions import MappedRegion, planned_region
 from fshard.ops.trace.trace import Constraint, decompose
 from fshard.partition import ir
 from fshard.partition.assignment.created_tensors import CreatedByFactory, created_by
@@ -207,9 +212,8 @@ class LayoutAssigner:
             return self.factory(op, args, kwargs, node)
         if op is torch.ops.fshard.constrain.default:
             return self.constrained(*args)
-        # Every decomposition ends: within it the same operation is decomposed again if its operands
-        # are smaller, as the maxima of blocks are, and once with other arguments, as the sum that a
-        # mean divides. Otherwise it runs by its rule.
+        # Every decomposition ends: in it the same operation is decomposed again if its operands are
+        # smaller, as maxima of blocks, and once with other arguments, as the sum in a mean.
         key, elements = _call_key(op, args, kwargs), _elements(operands)
         outer = [call for call, size in self.decomposing if call[0] is op and size <= elements]
         nested = len(outer) > 1 or key in outer
@@ -219,9 +223,15 @@ class LayoutAssigner:
                 self.refuse(op, args, kwargs)
             return self.decomposed(op, decomposition, args, kwargs)
         strategy = self.best_strategy(op, args, kwargs, operands, self.hint(node, operands))
-        if decomposition is None or not strategy.sends:
-            return self.by_rule(strategy, op, args, kwargs, operands, node)
-        return self.faster(strategy, decomposition, op, args, kwargs, operands, node)
+        runs = [lambda: self.by_rule(strategy, op, args, kwargs, operands, node)]
+        if strategy.sends and decomposition is not None:
+            runs.append(lambda: self.decomposed(op, decomposition, args, kwargs))
+        specs = [tensor.spec for tensor in operands]
+        if strategy.sends and not nested and (mapped := mapped_strategy(strategy.call, specs)):
+            runs.append(lambda: self.mapped(mapped, operands))
+            if strategy.local_nbytes > (self.topology.capacity or math.inf):
+                del runs[:-1]
+        return runs[0]() if len(runs) == 1 else self.fastest(runs, operands)
 
     def refuse(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> NoReturn:
         """Raise the error of `fs.propagate` for an operation without a rule."""
@@ -430,19 +440,29 @@ class LayoutAssigner:
         many = len(returns) != 1 or "[]" in str(returns[0].type) or "List" in str(returns[0].type)
         return results if many else results[0]
 
-    def faster(
-        self, strategy: Strategy, decomposition: Any, op: Any, args: Sequence[Any],
-        kwargs: Mapping[str, Any], operands: Sequence[TensorVersions], node: fx.Node,
-    ) -> Any:  # fmt: skip
-        """Add the operation by its rule or decomposed, whichever redistributes in less time."""
-        restore_before = self.snapshot(operands)
-        results = self.by_rule(strategy, op, args, kwargs, operands, node)
-        time, restore_by_rule = self.assignment.time, self.snapshot(operands)
-        restore_before()
-        decomposed = self.decomposed(op, decomposition, args, kwargs)
-        if time > self.assignment.time:
-            return decomposed
-        restore_by_rule()
+    def mapped(self, strategy: MappedStrategy, operands: Sequence[TensorVersions]) -> Any:
+        """Add an operation as a mapped function; computation hides a part of its collectives."""
+        region = planned_region(strategy.function, strategy.in_specs)
+        results, grads = self.mapped_region(region, operands), tuple(x.grad for x in operands)
+        hidden = strategy.hiding / self.topology.flops_per_second(operands[0].spec.dtype)
+        passes = [(region.forward, hidden)]
+        if self.grad and any(grads):
+            passes.append((region.backward(grads), 2 * hidden))
+        for collectives, hidden in passes:
+            time = sum(collective.cost(self.topology).time for collective in collectives)
+            self.assignment.time += max(time - hidden, len(collectives) * self.topology.launch)
+        return results[0] if len(results) == 1 else results
+
+    def fastest(self, runs: Sequence[Callable[[], Any]], operands: Sequence[TensorVersions]) -> Any:
+        """Add an operation by the one of `runs` that redistributes in the least time."""
+        outcomes: list[tuple[float, Any, Callable[[], None]]] = []
+        for run in runs:
+            restore_before = self.snapshot(operands)
+            results = run()
+            outcomes.append((self.assignment.time, results, self.snapshot(operands)))
+            restore_before()
+        _, results, restore = min(outcomes, key=lambda outcome: outcome[0])
+        restore()
         return results
 
     def snapshot(self, operands: Sequence[TensorVersions]) -> Callable[[], None]:

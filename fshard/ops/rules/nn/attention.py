@@ -1,8 +1,9 @@
 """Rules of scaled_dot_product_attention, its fused kernels and their gradients.
 
 Batch, heads, queries and the values' width may be sharded; each query needs all keys. Over
-sharded keys attention is decomposed. With grouped queries the query heads are a product of the
-key heads, major, and the queries that share a key head. Dropout inside is refused.
+sharded keys attention is decomposed, or a ring (`domain/ring_strategy`). With grouped queries the
+query heads are a product of the key heads, major, and the queries that share a key head. Dropout
+inside is refused.
 """
 
 from __future__ import annotations
