@@ -445,10 +445,8 @@ class LayoutAssigner:
         region = planned_region(strategy.function, strategy.in_specs)
         results, grads = self.mapped_region(region, operands), tuple(x.grad for x in operands)
         hidden = strategy.hiding / self.topology.flops_per_second(operands[0].spec.dtype)
-        passes = [(region.forward, hidden)]
-        if self.grad and any(grads):
-            passes.append((region.backward(grads), 2 * hidden))
-        for collectives, hidden in passes:
+        backward = region.backward(grads) if self.grad and any(grads) else ()
+        for collectives, hidden in ((region.forward, hidden), (backward, 2 * hidden)):
             time = sum(collective.cost(self.topology).time for collective in collectives)
             self.assignment.time += max(time - hidden, len(collectives) * self.topology.launch)
         return results[0] if len(results) == 1 else results
