@@ -446,9 +446,9 @@ class LayoutAssigner:
         results, grads = self.mapped_region(region, operands), tuple(x.grad for x in operands)
         hidden = strategy.hiding / self.topology.flops_per_second(operands[0].spec.dtype)
         backward = region.backward(grads) if self.grad and any(grads) else ()
-        for collectives, hidden in ((region.forward, hidden), (backward, 2 * hidden)):
+        for collectives, share in ((region.forward, hidden), (backward, 2 * hidden)):
             time = sum(collective.cost(self.topology).time for collective in collectives)
-            self.assignment.time += max(time - hidden, len(collectives) * self.topology.launch)
+            self.assignment.time += max(time - share, len(collectives) * self.topology.launch)
         return results[0] if len(results) == 1 else results
 
     def fastest(self, runs: Sequence[Callable[[], Any]], operands: Sequence[TensorVersions]) -> Any:
