@@ -272,8 +272,15 @@ def flatten_like(tree: Any, other: Any, names: tuple[str, str], where: str) -> l
     >>> flatten_like({"w": 1, "b": [2]}, {"b": [(5, 6)], "w": 7}, ("a", "b"), "here")
     [(5, 6), 7]
     """
+    return flatten_up_to(flatten(tree)[1], tree, other, names, where)
+
+
+def flatten_up_to(
+    treedef: TreeDef, tree: Any, other: Any, names: tuple[str, str], where: str
+) -> list[Any]:
+    """Return `flatten_like(tree, other, names, where)` for a tree whose structure is known."""
     try:
-        return list(flatten(tree)[1].flatten_up_to(other))
+        return list(treedef.flatten_up_to(other))
     except ValueError:
         raise_if(where, _unlike(tree, other, names, ""))
         raise

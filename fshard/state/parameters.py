@@ -17,7 +17,9 @@ from fshard.layout.spec import Spec
 from fshard.layout.tree import broadcast_prefix, flatten, leaf_names, map_leaves, unflatten
 from fshard.partition.partition import partition
 from fshard.plan.redistribute import redistribute
+from fshard.run.execute import check_local, check_shards
 from fshard.run.global_tensors import shard, unshard
+from fshard.run.transports.base import current_transport
 
 Rules = Sequence[tuple[str, PartitionSpec | None]]
 """Pairs of a regular expression on paths and a partition, None for a leaf without one."""
@@ -325,10 +327,37 @@ def tree_reshard(tree: Any, specs: Any, /, **options: Any) -> Any:
         else leaves[i].spec.replace(partition=layouts[i], uneven="chunk")
         for i in indices
     ]  # fmt: skip
-    if not indices:
-        return tree
-    batch = redistribute([leaves[i].spec for i in indices], targets, **options)
-    locals_ = batch([leaves[i].local for i in indices])
-    for i, local, target in zip(indices, locals_, targets, strict=True):
-        leaves[i] = Sharded(local, target)
+    for i, pair in zip(indices, reshard_pairs([leaves[i] for i in indices], targets, **options),
+                       strict=True):  # fmt: skip
+        leaves[i] = pair
     return unflatten(treedef, leaves)
+
+
+def reshard_pairs(
+    pairs: Sequence[Sharded], targets: Sequence[Spec], **options: Any
+) -> list[Sharded]:
+    """Redistribute pairs by one batch of programs; pairs that have their target's layout stay.
+
+    Args:
+        pairs: the pairs.
+        targets: the layout of each.
+        **options: those of `fs.redistribute`.
+
+    Raises:
+        ShardingError: a local is not of its spec, or no program exists.
+    """
+    results, moved = [*pairs], []
+    transport = current_transport()
+    for i, (pair, target) in enumerate(zip(pairs, targets, strict=True)):
+        if pair.spec is not target and pair.spec != target:
+            moved.append(i)
+        elif transport is None:
+            check_shards(pair.local, target, "fs.state.tree_reshard")
+        else:
+            check_local(pair.local, target, transport, "fs.state.tree_reshard")
+    if moved:
+        batch = redistribute([pairs[i].spec for i in moved], [targets[i] for i in moved], **options)
+        locals_ = batch([pairs[i].local for i in moved])
+        for i, local in zip(moved, locals_, strict=True):
+            results[i] = Sharded(local, targets[i])
+    return results

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 
+from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import Problem, raise_if
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.sharded import Sharded
 from fshard.layout.spec import Spec
-from fshard.layout.tree import broadcast_prefix, flatten, flatten_like, leaf_names, unflatten
+from fshard.layout.tree import broadcast_prefix, flatten, flatten_up_to, leaf_names, unflatten
 from fshard.run.global_tensors import shard
 from fshard.state.factories import zeros
 from fshard.state.local_updates import map_locals
-from fshard.state.parameters import tree_reshard
+from fshard.state.parameters import reshard_pairs
 
 Rate = float | Callable[[int], float]
 """Learning rate, or a function of the number of the step, from 1, to it."""
@@ -97,24 +99,26 @@ class Optimizer:
         _check_pairs(where, params, leaves, Sharded)
         specs = [leaf.spec for leaf in leaves]
         layouts = self._layouts(where, params, specs)
-        columns = {name: flatten_like(params, tree, ("params", f"state[{name!r}]"), where)
-                   for name, tree in state.items() if name != "step"}  # fmt: skip
-        gradients = flatten_like(params, grads, ("params", "grads"), where)
+        columns = {
+            name: flatten_up_to(treedef, params, tree, ("params", f"state[{name!r}]"), where)
+            for name, tree in state.items() if name != "step"
+        }  # fmt: skip
+        gradients = flatten_up_to(treedef, params, grads, ("params", "grads"), where)
         _check_pairs(where, params, gradients, Sharded)
         with torch.no_grad():
-            gradients = tree_reshard(gradients, layouts)
-            working = tree_reshard(leaves, layouts)
+            gradients = reshard_pairs(gradients, layouts)
+            working = reshard_pairs(leaves, layouts)
             count = len(leaves)
             pairs = [*working, *(pair for column in columns.values() for pair in column)]
             owned = iter(_owned([pair for pair in pairs if pair is not None], donate=donate))
-            owned_pairs = [None if pair is None else next(owned) for pair in pairs]
+            owned_pairs: list[Any] = [None if pair is None else next(owned) for pair in pairs]
             working = owned_pairs[:count]
             slots = {name: owned_pairs[count * i : count * (i + 1)]
                      for i, name in enumerate(columns, 1)}  # fmt: skip
             (step,) = map_locals(lambda xs: [xs[0] + 1], [state["step"]])
             number = int(step if isinstance(step, torch.Tensor) else step[0])
             self.kernel(number, gradients, slots, working)
-            updated = tree_reshard(working, specs)
+            updated = working if layouts == specs else reshard_pairs(working, specs)
         state = {"step": Sharded(step, state["step"].spec)} | {
             name: unflatten(treedef, column) for name, column in slots.items()
         }
@@ -135,8 +139,11 @@ class Optimizer:
 _P = PartitionSpec()
 
 
+@lru_cache(maxsize=CACHE_SIZE)
 def invariant_spec(spec: Spec) -> Spec:
     """Return a spec of the same shards, invariant along all other axes."""
+    if not spec.partition.unreduced_kinds and not spec.partition.reduced_kinds:
+        return spec
     return Spec(spec.mesh, PartitionSpec(*spec.partition.dims), shape=spec.shape, dtype=spec.dtype,
                 sizes={d: s for d, s in enumerate(spec.sizes) if s is not None})  # fmt: skip
 
@@ -144,13 +151,18 @@ def invariant_spec(spec: Spec) -> Spec:
 def _owned(pairs: Sequence[Sharded], *, donate: bool) -> list[Sharded]:
     """Return pairs with locals that can be written."""
     if donate and all(isinstance(pair.local, torch.Tensor) for pair in pairs):
-        return [Sharded(pair.local.detach(), pair.spec) for pair in pairs]
+        return [
+            Sharded(pair.local.detach(), pair.spec) if pair.local.requires_grad else pair
+            for pair in pairs
+        ]
     locals_ = map_locals(lambda xs: [x.clone() for x in xs], pairs)
     return [Sharded(local, pair.spec) for local, pair in zip(locals_, pairs, strict=True)]
 
 
 def _check_pairs(where: str, tree: Any, leaves: Sequence[Any], kind: type) -> None:
     """Raise `ShardingError` for leaves that are not pairs (or specs)."""
+    if all(isinstance(leaf, kind) for leaf in leaves):
+        return  # without the names of the leaves
     raise_if(where, [
         Problem(f"{name}: {type(leaf).__name__}", "every leaf must be a pair (local, spec)",
                 "fs.state.tree_shard(tree, specs, mesh=mesh)")
