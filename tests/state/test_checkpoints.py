@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 import fshard as fs
 from fshard import Mesh, P, Spec
 from fshard.layout.tree import flatten
+from fshard.state.checkpoints.checkpoint_index import index_checksum
 from tests.helpers.gloo.harness import run_ranks
 from tests.helpers.strategies import specs
 
@@ -291,7 +292,7 @@ def index_of(directory: Path) -> tuple[Path, dict[str, Any]]:
 def rewrite(directory: Path, change: Callable[[dict[str, Any]], None]) -> None:
     path, content = index_of(directory)
     change(content)
-    path.write_text(json.dumps(content))
+    path.write_text(json.dumps({**content, "crc32": index_checksum(content)}))
 
 
 def shard_file(directory: Path) -> Path:
@@ -321,6 +322,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         "must be a name in the directory"),
     "no dtype": (
         lambda d: rewrite(d, lambda c: c["tensors"]["w"].update(dtype="load")), "is not a dtype"),
+    "renamed in the index": (
+        lambda d: (d / "index.json").write_text(
+            (d / "index.json").read_text().replace('"w"', '"v"')),
+        "which was changed after it was written"),
     "missing key": (lambda d: rewrite(d, lambda c: c["tensors"]["w"].pop("shape")), "KeyError"),
     "hole": (lambda d: rewrite(d, lambda c: c["tensors"]["w"]["shards"].pop()),
              "must cover each element once"),

@@ -6,6 +6,7 @@ Nothing in it is executed, and its file names cannot leave the directory of the 
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -87,7 +88,7 @@ class CheckpointIndex:
             "format": FORMAT, "version": VERSION, "id": self.save_id,
             "tree": _node_of(self.tree), "files": self.files, "tensors": tensors,
         }  # fmt: skip
-        return json.dumps(content, indent=1)
+        return json.dumps({**content, "crc32": index_checksum(content)}, indent=1)
 
     @staticmethod
     def read(directory: Path, where: str) -> CheckpointIndex:
@@ -115,12 +116,22 @@ class CheckpointIndex:
         if content.get("version") != VERSION:
             fail(where, f"{path} of version {content.get('version')}",
                  f"the version must be {VERSION}", "a newer fshard")  # fmt: skip
+        if index_checksum(content) != content.get("crc32"):
+            fail(where, f"{path}, which was changed after it was written",
+                 f"its checksum must be {content.get('crc32')}",
+                 "load an older checkpoint, or copy the file again")  # fmt: skip
         try:
             return _parsed(content, where, path)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             fail(where, f"{path}: {type(error).__name__}: {error}",
                  "every entry of an index must be as fs.state.save wrote it",
                  "load an older checkpoint: this file was changed")  # fmt: skip
+
+
+def index_checksum(content: Mapping[str, Any]) -> int:
+    """Return the CRC-32 of the content of an index, without its own entry `crc32`."""
+    rest = {key: value for key, value in content.items() if key != "crc32"}
+    return zlib.crc32(json.dumps(rest).encode())
 
 
 def _parsed(content: dict[str, Any], where: str, path: Path) -> CheckpointIndex:

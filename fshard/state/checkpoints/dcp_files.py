@@ -15,19 +15,23 @@ from typing import Any
 
 import torch
 
-from fshard._util.errors import fail
+from fshard._util.errors import ShardingError, fail
 from fshard.state.checkpoints.checkpoint_index import (
     CheckpointIndex,
     StoredShard,
     StoredTensor,
     check_file_name,
 )
-from fshard.state.checkpoints.shard_files import ShardReader
+from fshard.state.checkpoints.shard_files import ShardReader, check_files
 
 METADATA = ".metadata"
 MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
 OTHERS = {("torch.serialization", "_get_layout"), ("pathlib", "PosixPath"), ("pathlib", "Path"),
           ("pathlib", "PurePosixPath"), ("pathlib", "WindowsPath")}  # fmt: skip
+
+UNREADABLE = (pickle.UnpicklingError, AttributeError, KeyError, TypeError, EOFError, IndexError,
+              ValueError, RuntimeError, OverflowError, MemoryError)  # fmt: skip
+"""Errors that pickles with changed bytes raise."""
 
 
 class Record:
@@ -85,7 +89,7 @@ class DcpReader(ShardReader):
                 content = io.BytesIO(opened.read(length))
             try:
                 value = torch.load(content, map_location="cpu", weights_only=True)
-            except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
+            except UNREADABLE as error:
                 reason = str(error).partition(".")[0]
                 fail(self.where, f"{key} in {self.directory / file}: {reason}",
                      "a value must be one that torch.load(weights_only=True) reads",
@@ -112,10 +116,9 @@ def open_dcp(root: Path, where: str) -> tuple[CheckpointIndex, ShardReader]:
     try:
         metadata = _Unpickler(io.BytesIO(path.read_bytes())).load()
         return _index(metadata, root, where)
-    except (pickle.UnpicklingError, AttributeError, KeyError, TypeError, EOFError, IndexError,
-            ValueError) as error:  # fmt: skip
-        if isinstance(error, ValueError) and hasattr(error, "problems"):
-            raise
+    except ShardingError:
+        raise
+    except UNREADABLE as error:
         fail(where, f"{path}: {type(error).__name__}: {error}",
              "the metadata must be as torch.distributed.checkpoint writes it",
              "load an older checkpoint, or copy the file again")  # fmt: skip
@@ -137,6 +140,7 @@ def _index(metadata: Any, root: Path, where: str) -> tuple[CheckpointIndex, Shar
         files[file] = max(files.get(file, 0), first + length)
         reader.places[file, key] = (first, length)
         chunks.setdefault(name, {})[offsets] = (file, key)
+    check_files(root, files, where)
     leaves: dict[str, Any] = {}
     for name, entry in metadata.field("state_dict_metadata").items():
         if entry.field("chunks") is None:  # a value other than a tensor

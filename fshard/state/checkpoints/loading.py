@@ -26,7 +26,7 @@ from fshard.state.checkpoints.checkpoint_index import (
     check_file_name,
 )
 from fshard.state.checkpoints.dcp_files import METADATA, open_dcp
-from fshard.state.checkpoints.shard_files import ShardReader, checksum
+from fshard.state.checkpoints.shard_files import ShardReader, check_files
 from fshard.state.parameters import are_rules, match_rules
 
 WHERE = "fs.state.load"
@@ -74,16 +74,17 @@ def load(
     root = Path(directory)
     index, reader = _open(root)
     stored = index.tree
-    _check_files(reader.directory, index)
+    check_files(reader.directory, index.files, WHERE)
     owner = None if mesh is None else as_mesh(mesh, WHERE)
     if are_rules(specs):
         specs = match_rules(specs, stored, mesh=owner)
     layouts, leaves, treedef = _matched(specs, stored)
     targets = _targets(layouts, leaves, owner)
-    return unflatten(treedef, [
-        _load(leaf, target, reader, device) if isinstance(leaf, StoredTensor) else leaf
-        for leaf, target in zip(leaves, targets, strict=True)
-    ])  # fmt: skip
+    with reader:
+        return unflatten(treedef, [
+            _load(leaf, target, reader, device) if isinstance(leaf, StoredTensor) else leaf
+            for leaf, target in zip(leaves, targets, strict=True)
+        ])  # fmt: skip
 
 
 def verify(directory: str | Path, /) -> None:
@@ -103,10 +104,11 @@ def verify(directory: str | Path, /) -> None:
     ...     fs.state.verify(directory)
     """
     index, reader = _open(Path(directory))
-    _check_files(reader.directory, index)
-    for tensor in index.tensors:
-        for shard in tensor.shards:
-            _read(tensor, shard, [(0, n) for n in shard.shape], reader)
+    check_files(reader.directory, index.files, WHERE)
+    with reader:
+        for tensor in index.tensors:
+            for shard in tensor.shards:
+                _read(tensor, shard, [(0, n) for n in shard.shape], reader)
 
 
 # -- files -------------------------------------------------------------------------------------
@@ -149,22 +151,6 @@ def _hugging_face(files: Sequence[str], reader: ShardReader) -> CheckpointIndex:
             tree[name] = StoredTensor(name, shape, dtype, (shard,))
     sizes = {file: (reader.directory / file).stat().st_size for file in files}
     return CheckpointIndex(tree, sizes, "")
-
-
-def _check_files(root: Path, index: CheckpointIndex) -> None:
-    """Raise `ShardingError` for files that are missing or have another size than they should."""
-    problems = []
-    for name, size in index.files.items():
-        path = root / name
-        try:
-            found = f"{path.stat().st_size:,} B"
-            is_whole = path.stat().st_size == size
-        except OSError:
-            found, is_whole = "missing", False
-        if not is_whole:
-            problems.append(Problem(f"{path}: {found}", f"the file must have {size:,} B",
-                                    "copy it again, or load an older checkpoint"))  # fmt: skip
-    raise_if(WHERE, problems)
 
 
 # -- layouts -----------------------------------------------------------------------------------
@@ -299,9 +285,6 @@ def _read(
 ) -> torch.Tensor:
     """Return ranges of a shard; its checksum is compared if they are all of it."""
     x = reader.read(shard.file, shard.key, ranges, tensor.dtype)
-    if shard.crc32 is not None and x.shape == shard.shape and checksum(x) != shard.crc32:
-        path = reader.directory / shard.file
-        fail(WHERE, f"{tensor.name}: other bytes in {path} than were saved",
-             f"the checksum of {shard.key} must be {shard.crc32}",
-             "copy the file again, or load an older checkpoint")  # fmt: skip
+    if shard.crc32 is not None and x.shape == shard.shape:
+        reader.check(x, tensor.name, shard)
     return x

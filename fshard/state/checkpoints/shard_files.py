@@ -6,15 +6,17 @@ import ctypes
 import json
 import os
 import zlib
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from fshard._util.errors import fail
+from fshard._util.errors import Problem, fail, raise_if
+from fshard.state.checkpoints.checkpoint_index import StoredShard
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -126,17 +128,68 @@ def sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
+def check_files(root: Path, files: Mapping[str, int], where: str) -> None:
+    """Raise `ShardingError` for files that are missing or have another size than they should."""
+    problems = []
+    for name, size in files.items():
+        path = root / name
+        try:
+            found = f"{path.stat().st_size:,} B"
+            is_whole = path.stat().st_size == size
+        except OSError:
+            found, is_whole = "missing", False
+        if not is_whole:
+            problems.append(Problem(f"{path}: {found}", f"the file must have {size:,} B",
+                                    "copy it again, or load an older checkpoint"))  # fmt: skip
+    raise_if(where, problems)
+
+
 MAX_MAPPED = 2**28
 """Bytes that are read of open files before they are closed: the pages read stay in memory until."""
+MAX_UNCHECKED = 2**27
+"""Bytes of which the checksums may still be computed while others are read."""
 
 
 class ShardReader:
-    """Open files of one directory, of which slices are read."""
+    """Open files of one directory, of which slices are read.
+
+    Checksums are computed by another thread while values are copied; the end of the `with` block
+    waits for them.
+    """
 
     def __init__(self, directory: Path, where: str) -> None:
         self.directory, self.where = directory, where
         self.open: dict[str, Any] = {}
         self.mapped = 0
+        self.unchecked: deque[tuple[Future[int], int, str, StoredShard]] = deque()
+        self.executor = ThreadPoolExecutor(1)
+
+    def __enter__(self) -> ShardReader:
+        return self
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        with self.executor:
+            if kind is None:
+                self._compare(0)
+
+    def check(self, x: torch.Tensor, name: str, shard: StoredShard) -> None:
+        """Compare the checksum of a complete shard with that in the index, soon.
+
+        Raises:
+            ShardingError: from here or the end of the block, if one differs.
+        """
+        future = self.executor.submit(checksum, x)
+        self.unchecked.append((future, x.nbytes, name, shard))
+        self._compare(MAX_UNCHECKED)
+
+    def _compare(self, limit: int) -> None:
+        """Wait for checksums, the oldest first, until at most `limit` bytes are unchecked."""
+        while self.unchecked and sum(nbytes for _, nbytes, *_ in self.unchecked) > limit:
+            future, _, name, shard = self.unchecked.popleft()
+            if future.result() != shard.crc32:
+                fail(self.where, f"{name}: other bytes in {self.directory / shard.file} than were "
+                     "saved", f"the checksum of {shard.key} must be {shard.crc32}",
+                     "copy the file again, or load an older checkpoint")  # fmt: skip
 
     def file(self, name: str) -> Any:
         """Return an open file; raise `ShardingError` if it is damaged."""
