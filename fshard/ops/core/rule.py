@@ -105,6 +105,8 @@ class Rule:
         unread: Operands of which only shape and dtype matter; they may have any layout.
         slices: Factors that are sharded wherever another factor is: slices of it, and windows,
             which also extend the tensors that have the other factor.
+        added: Operands that are added to a sum over factors that they lack. Where such a factor is
+            sharded they are unreduced: the value on the first rank, zeros on others.
 
     Kinds of factors are those of Shardy's `sdy.op_sharding_rule`.
 
@@ -124,6 +126,7 @@ class Rule:
     sizes: tuple[tuple[str, int], ...] = ()
     unread: frozenset[int] = frozenset()
     slices: tuple[Slice | Window, ...] = ()
+    added: frozenset[int] = frozenset()
 
     @property
     def factors(self) -> tuple[str, ...]:

@@ -81,7 +81,8 @@ def contraction_rule(
     if bias is not None and local is None:
         local = ShardCall(once=(bias,), skip_empty=False)
     kinds = tuple(sorted((f, "sum") for f in factors if f not in result_factors))
-    return Rule(dims, (result,), kinds, modes=modes, local=local)
+    added = frozenset() if bias is None else frozenset((bias,))
+    return Rule(dims, (result,), kinds, modes=modes, local=local, added=added)
 
 
 def widens_integers(source: Meta, result: Meta) -> bool:

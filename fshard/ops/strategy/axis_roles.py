@@ -141,6 +141,9 @@ def _sharding_role(
 ) -> Role:
     """Return the role that shards `factor`, and the slices of it, wherever they occur."""
     kinds, sharded = dict(rule.reductions), rule.with_slices(factor)
+    if rule.kind(factor) == "sum":
+        states = enumerate(shared)
+        shared = [_unreduced("sum") if i in rule.added else state for i, state in states]
 
     def sharded_state(states: FactorStates) -> AxisState | None:
         return next((state for name, state in states.items() if name in sharded), None)

@@ -100,7 +100,10 @@ class DistributedModule:
             *args: arguments of the module: pairs, tensors (also on the meta device) or specs.
             **kwargs: arguments by name.
         """
-        return self.partition.explain((self.params, self.buffers), *args, **kwargs)
+        state = self.params, self.buffers
+        if any(isinstance(x, Spec) for tensors in state for x in tensors.values()):
+            _, *state = functional(self.module)  # which tensors require grad
+        return self.partition.explain(tuple(state), *args, **kwargs)
 
     def __repr__(self) -> str:
         counts = (plural(len(x), noun) for x, noun in

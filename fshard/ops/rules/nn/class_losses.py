@@ -21,11 +21,11 @@ from fshard._torch.operators import schema_of
 from fshard.ops.core.builders import dim_factors, is_inexact, linear_modes
 from fshard.ops.core.call import Meta, OpCall, argument
 from fshard.ops.core.registry import register_decomposition, register_rule
-from fshard.ops.core.rule import Dims, Rule
+from fshard.ops.core.rule import Dims, LocalFunction, Rule
 from fshard.ops.rules.index.gather import unsharded_rule
 from fshard.ops.rules.index.local_indices import dim_shard, locate
 from fshard.ops.rules.nn.losses import MEAN, NONE, SUM, LocalMeanLoss
-from fshard.ops.rules.shard_call import call_with
+from fshard.ops.rules.shard_call import ShardCall, call_with
 from fshard.ops.strategy.local_call import Args, Kwargs, RankContext, with_argument
 
 aten = torch.ops.aten
@@ -299,7 +299,9 @@ def _margins(call: OpCall) -> Rule:
     results: tuple[Dims, ...] = ((("n",), ()),) if backward else (loss_dims,)
     if len(call.results) == 2:
         results += ((("n",), ()),)
-    local = LocalMeanLoss(x.shape[0], (1 if backward else 0,), 1) if reduction == MEAN else None
+    local: LocalFunction = ShardCall()  # PyTorch does not write the sum of no samples
+    if reduction == MEAN:
+        local = LocalMeanLoss(x.shape[0], (1 if backward else 0,), 1)
     return Rule(operands, results, () if backward or reduction == NONE else (("n", "sum"),),
                 modes=linear_modes(0) if backward else (), local=local)  # fmt: skip
 

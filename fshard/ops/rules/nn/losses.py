@@ -20,7 +20,7 @@ from fshard.ops.core.call import OpCall, argument
 from fshard.ops.core.registry import register_decomposition, register_rule
 from fshard.ops.core.rule import Dims, Mode, Rule
 from fshard.ops.rules.index.gather import broadcast_shape, unsharded_rule
-from fshard.ops.rules.shard_call import call_with
+from fshard.ops.rules.shard_call import zero_results
 from fshard.ops.strategy.local_call import Args, Kwargs, RankContext, with_argument
 
 NONE, MEAN, SUM = range(3)
@@ -46,8 +46,8 @@ class LocalMeanLoss:
         if local_count == self.count:
             return op(*args, **kwargs)
         if not local_count:
-            # The mean of an empty shard is NaN; its sum is zero.
-            return call_with(op, args, kwargs, reduction=SUM)
+            # The mean of an empty shard is NaN, and PyTorch does not write some of its sums.
+            return zero_results(args, kwargs, ctx)
         out = op(*args, **kwargs)
         share = local_count / self.count
         return (out[0] * share, *out[1:]) if isinstance(out, tuple) else out * share

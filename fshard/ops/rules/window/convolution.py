@@ -249,6 +249,7 @@ def convolution(call: OpCall) -> Rule:
         tuple(operands), (dims.result,), (("c", "sum"),), dims.kernel,
         modes=linear_modes(0, 1) if bias is None else bias_modes(bias, (0, 1)),
         local=ShardCall(once, (*changes, dims.local), once_dim=channel), slices=dims.slices,
+        added=frozenset(once),
     )  # fmt: skip
 
 
@@ -257,7 +258,7 @@ def conv_tbc(call: OpCall) -> Rule:
     """Rule `1nc,1co,o->1no` of a 1-d convolution of tensors with dims time, batch, channels."""
     operands = (((), ("n",), ("c",)), ((), ("c",), ("o",)), (("o",),))
     return Rule(operands, (((), ("n",), ("o",)),), (("c", "sum"),), modes=bias_modes(2, (0, 1)),
-                local=ShardCall((2,), once_dim=2))  # fmt: skip
+                local=ShardCall((2,), once_dim=2), added=frozenset((2,)))  # fmt: skip
 
 
 # -- gradients ------------------------------------------------------------------------------

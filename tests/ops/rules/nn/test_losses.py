@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -53,6 +54,18 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "soft_margin": (aten.soft_margin_loss, X, SIGNS),
     "multi_margin, weights": (aten.multi_margin_loss, X, below(4, 5), 1, 1.0, real(4)),
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _uninitialized_memory_is_nan() -> Iterator[None]:
+    """Fill memory that PyTorch leaves as it is, as some sums of no samples, with NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".* does not have a deterministic implementation")
+        yield
+    torch.use_deterministic_algorithms(False)
+
+
 REDUCTIONS = pytest.mark.parametrize("reduction", [NONE, MEAN, SUM], ids=["none", "mean", "sum"])
 
 
