@@ -102,8 +102,9 @@ class DistributedModule:
         """
         state = self.params, self.buffers
         if any(isinstance(x, Spec) for tensors in state for x in tensors.values()):
-            _, *state = functional(self.module)  # which tensors require grad
-        return self.partition.explain(tuple(state), *args, **kwargs)
+            form = functional(self.module)  # says which tensors require grad
+            state = dict(form.params), dict(form.buffers)
+        return self.partition.explain(state, *args, **kwargs)
 
     def __repr__(self) -> str:
         counts = (plural(len(x), noun) for x, noun in

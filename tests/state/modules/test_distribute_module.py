@@ -209,6 +209,7 @@ def test_meta_modules_without_a_key_have_specs_to_load_to(tmp_path: Path) -> Non
         on_meta(BatchNormNet).double(), Mesh(x=3), in_specs=None, fsdp="x"
     )
     assert target.params["net.4.weight"] == target.specs["params"]["net.4.weight"]
+    assert "all_reduce" in str(target.explain(torch.empty(8, 3, 4, 4, device="meta").double()))
     state = fs.state.load(tmp_path, target.specs)
     y, buffers = target(state["params"], state["buffers"], noise(8, 3, 4, 4))
     assert str(state["params"]["net.4.weight"].spec) == "f64[8,128@x:chunk]"
