@@ -66,6 +66,15 @@ def innermost(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def own_memory(x: torch.Tensor) -> torch.Tensor:
+    """Return the same values, copied if a dim repeats memory: PyTorch gives those no tangent.
+
+    >>> own_memory(torch.ones(1).expand(3)).stride(), own_memory(torch.ones(2, 3).T).stride()
+    ((1,), (1, 3))
+    """
+    return x.contiguous() if not x.is_contiguous() and 0 in x.stride() else x
+
+
 def materialized(x: torch.Tensor) -> torch.Tensor:
     """Return the same values in contiguous memory, as their bytes say: no lazy conjugate or sign.
 

@@ -110,7 +110,8 @@ class ReplacingMode(TorchFunctionMode):
             replacement = self.replacements.get(id(value))
             if replacement is not None:
                 return replacement
-            if is_wrapped(value) and is_foreign(value):
+            live = unwrap_if_dead(value)
+            if is_wrapped(live) and is_foreign(live):
                 refuse_closure(self.where, value)
         elif type(value) in (tuple, list):
             return type(value)(map(self.replaced, value))

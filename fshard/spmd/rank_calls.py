@@ -25,6 +25,7 @@ from fshard._torch.autograd_state import (
     order_nodes,
 )
 from fshard._torch.functorch import run_with_tangents
+from fshard._torch.memory import own_memory
 from fshard._util.errors import fail
 from fshard.run.transports.base import backward_phase
 from fshard.run.transports.simulator import run_ranks
@@ -433,7 +434,7 @@ def _requiring_grad(xs: Locals) -> Locals:
 
 def _leaf(x: torch.Tensor) -> torch.Tensor:
     """Return a leaf with the memory of `x`, which requires grad if it can have one."""
-    return x.detach().requires_grad_(x.is_floating_point() or x.is_complex())
+    return own_memory(x).detach().requires_grad_(x.is_floating_point() or x.is_complex())
 
 
 def _gradients(

@@ -24,7 +24,7 @@ from fshard._torch.functorch import (
     with_batch_at,
 )
 from fshard._torch.legacy_vmap import map_batch_elements
-from fshard._torch.memory import unaliased_all
+from fshard._torch.memory import own_memory, unaliased_all
 from fshard.run.autograd.linear_function import is_differentiated
 from fshard.run.transports.simulator import run_ranks
 from fshard.spmd.axis_env import BoundAxes, bind_for_backward
@@ -180,7 +180,7 @@ class _RankNode(torch.autograd.Function):
             results = call.run(rows, record=any([x.requires_grad for x in flat]))  # noqa: C419
         else:  # an ordinary call, which has run
             results = [ys for _, ys in graphs]
-        return tuple([y.detach() for ys in results for y in ys])
+        return tuple([own_memory(y).detach() for ys in results for y in ys])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Locals) -> None:
@@ -241,21 +241,12 @@ class _RankNode(torch.autograd.Function):
             )
         positions = batches.inputs * size
         xs = [
-            x if position is None else _with_batch_at(x, dim, position, info.batch_size)
+            x if position is None else with_batch_at(x, dim, position, info.batch_size)
             for x, dim, position in zip(flat, dims, positions, strict=True)
         ]
         ys = _apply_node(batches.call, *xs)
         batches.finish(len(ys) // size)
         return ys, batches.outputs * size
-
-
-def _with_batch_at(x: torch.Tensor, dim: int | None, position: int, n: int) -> torch.Tensor:
-    """Move the batch dim of `x` to a position, as `with_batch_at`, each element in its own memory.
-
-    PyTorch gives no tangent to a tensor that repeats its memory.
-    """
-    batch = with_batch_at(x, dim, position, n)
-    return batch.clone() if dim is None else batch
 
 
 class _RecordedNode(_RankNode):

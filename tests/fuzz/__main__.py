@@ -23,6 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", r"(var|std)\(\): degrees of freedom")
+    warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")  # imported by jvp
     counts: Counter[str] = Counter()
     failures = 0
     end = time.monotonic() + options.seconds

@@ -13,6 +13,7 @@ import torch
 import fshard as fs
 from fshard import Mesh, Spec
 from tests.fuzz.mapped_bodies import MappedCase
+from tests.fuzz.transformed_bodies import TransformedCase
 from tests.helpers.ops.random_functions import RandomCase, random_pair, random_spec
 
 __all__ = ["KINDS", "failure_of"]
@@ -99,6 +100,7 @@ KINDS: dict[str, Callable[[Random], Any]] = {
     "mapped": MappedCase,
     "partition": PartitionCase,
     "redistribute": RedistributeCase,
+    "transformed": TransformedCase,
 }
 
 

@@ -27,7 +27,6 @@ MESHES = (
     Mesh(x=2), Mesh(x=3), Mesh(x=4), Mesh(x=2, y=2), Mesh(x=2, y=3), Mesh(x=1, y=2),
     Mesh({"x": 3, "y": 2}, devices=(4, 1, 5, 0, 2, 3)), Mesh(x=2, y=2, z=2),
 )  # fmt: skip
-MAX_NUMEL = 200
 
 
 @dataclass(frozen=True)
@@ -222,10 +221,20 @@ def dense_row(row: Row, mesh: Mesh, x: torch.Tensor) -> torch.Tensor:
 
 
 class MappedCase:
-    """Random body with its specs, run mapped and on one device."""
+    """Random body with its specs, run mapped and on one device.
+
+    Attributes:
+        meshes: meshes that it is drawn from.
+        max_numel: largest number of elements of a local.
+        excluded: names of operations and collectives that are not drawn.
+    """
+
+    meshes: tuple[Mesh, ...] = MESHES
+    max_numel = 200
+    excluded: frozenset[str] = frozenset()
 
     def __init__(self, r: Random) -> None:
-        self.mesh = r.choice(MESHES)
+        self.mesh = r.choice(self.meshes)
         self.seed, self.check = r.randrange(2**31), r.choice([True, True, "strict", False])
         self.in_specs, values = self.draw_inputs(r)
         self.num_inputs = len(values)
@@ -233,7 +242,9 @@ class MappedCase:
         for _ in range(r.randint(2, 9)):
             draw = r.choice([local_rows, lambda r, v: collective_rows(r, self.mesh, v)])
             drawn = draw(r, values)
-            if drawn and math.prod(drawn[1].shape) <= MAX_NUMEL:
+            if not drawn or drawn[0].name in self.excluded:
+                continue
+            if math.prod(drawn[1].shape) <= self.max_numel:
                 self.rows.append(drawn[0])
                 values.append(drawn[1])
         self.results = [len(values) - 1, r.randrange(len(values))]

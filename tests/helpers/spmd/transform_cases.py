@@ -75,6 +75,40 @@ CASES = {
 }
 
 
+GRID = Mesh(x=2, y=2)
+GRID_SPECS = P("x", "y"), P("y")
+
+
+def contracted(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return fs.psum(x @ fs.pcast(w, "x", to="varying"), "y")
+
+
+GRID_CASES = {
+    "contraction": Case(
+        lambda x, w: fs.psum(torch.tanh(contracted(x, w)).sum(0), "x") ** 2,
+        P(),
+        lambda x, w: torch.tanh(x @ w).sum(0) ** 2,
+    ),
+    "scatter": Case(
+        lambda x, w: fs.psum_scatter(
+            x.sin() @ fs.pcast(w, "x", to="varying"), "y", scatter_dimension=1, tiled=True
+        ).exp(),
+        P("x", "y"),
+        lambda x, w: (x.sin() @ w).exp(),
+    ),
+    "gather": Case(
+        lambda x, w: fs.pmean(
+            fs.ppermute(fs.all_gather(x, "y", axis=1, tiled=True) ** 2, "x", [(0, 1), (1, 0)])
+            @ fs.pcast(fs.all_gather(w, "y", tiled=True), "x", to="varying"),
+            "y",
+        ),
+        P("x"),
+        lambda x, w: x.roll(2, 0) ** 2 @ w,
+    ),
+}
+"""Bodies on a 2x2 mesh, with arguments of `GRID_SPECS`."""
+
+
 def loss(f: Fn, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return (f(x, w) ** 3).sum()
 

@@ -13,6 +13,9 @@ from fshard import Mesh, P, ShardingError
 from tests.helpers.spmd.transform_cases import (
     BATCH,
     CASES,
+    GRID,
+    GRID_CASES,
+    GRID_SPECS,
     MESH,
     TRANSFORMS,
     WEIGHTS,
@@ -38,6 +41,14 @@ def test_transforms_of_a_mapped_function_are_those_of_the_dense_one(name: str, c
         except BaseException as error:
             error.add_note(f"in the transform {transform!r}")
             raise
+
+
+@pytest.mark.parametrize("name", GRID_CASES)
+def test_transforms_on_a_mesh_of_two_axes(name: str) -> None:
+    body, out, dense = GRID_CASES[name]
+    mapped = fs.shard_map(body, mesh=GRID, in_specs=GRID_SPECS, out_specs=out)
+    for run in TRANSFORMS.values():
+        close(run(mapped), run(dense))
 
 
 @pytest.mark.parametrize("check", [True, False])
