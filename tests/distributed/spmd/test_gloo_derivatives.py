@@ -12,7 +12,7 @@ from typing import Any
 import fshard as fs
 from fshard import Mesh
 from tests.helpers.gloo.harness import run_ranks
-from tests.helpers.spmd.derivative_programs import PROGRAMS, Wrap
+from tests.helpers.spmd.derivatives.derivative_programs import PROGRAMS, Wrap
 from tests.helpers.spmd.transform_cases import (
     GRID,
     GRID_CASES,

@@ -6,7 +6,13 @@ import warnings
 
 import fshard as fs
 from tests.helpers.gloo.harness import run_ranks
-from tests.helpers.spmd.gradient_features import FEATURES, MESH, differing, mapped, partitioned
+from tests.helpers.spmd.derivatives.gradient_features import (
+    FEATURES,
+    MESH,
+    differing,
+    mapped,
+    partitioned,
+)
 
 
 def differing_features() -> list[str]:

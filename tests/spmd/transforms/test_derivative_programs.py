@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fshard import Mesh
-from tests.helpers.spmd.derivative_programs import PROGRAMS, Place, Wrap
+from tests.helpers.spmd.derivatives.derivative_programs import PROGRAMS, Place, Wrap
 from tests.helpers.spmd.transform_cases import close
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")

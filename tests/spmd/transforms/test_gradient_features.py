@@ -12,7 +12,7 @@ from torch.autograd import graph
 
 import fshard as fs
 from fshard import Mesh, P
-from tests.helpers.spmd.gradient_features import (
+from tests.helpers.spmd.derivatives.gradient_features import (
     FEATURES,
     MESH,
     SEEN,
