@@ -16,7 +16,52 @@ flatten_all: Callable[[list[torch.Tensor]], torch.Tensor] = torch._C._nn.flatten
 """Return the elements of dense tensors one after the other, copied by one call."""
 storage_id: Callable[[torch.Tensor], int] = torch._C._storage_id  # type: ignore[attr-defined]
 """Return an id of the storage; raise for sparse tensors and wrappers of `torch.func`."""
+copy_all: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None] = torch._foreach_copy_
+"""`copy_all(targets, sources)`: copy tensors by one call."""
 sparse_values: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor._values
+
+
+class FlatBuffer:
+    """Flat memory of tensors, used again once nothing else refers to it.
+
+    PyTorch caches no memory of the CPU, and to map new pages costs more than to copy into them.
+
+    >>> buffer = FlatBuffer([torch.ones(2), torch.ones(1, 3)])
+    >>> parts = buffer.parts()
+    >>> buffer.flat.shape, [part.shape for part in parts], buffer.is_free()
+    (torch.Size([5]), [torch.Size([2]), torch.Size([1, 3])], False)
+    >>> del parts
+    >>> buffer.is_free()
+    True
+    """
+
+    __slots__ = ("_storage", "_uses", "flat", "views")
+
+    def __init__(self, xs: Sequence[torch.Tensor]) -> None:
+        sizes = [x.numel() for x in xs]
+        self.flat = torch.empty(sum(sizes), dtype=xs[0].dtype, device=xs[0].device)
+        parts = self.flat.split(sizes)
+        self.views = [part.view(x.shape) for part, x in zip(parts, xs, strict=True)]
+        del parts
+        self._storage = self.flat.untyped_storage()
+        self._uses = self._use_count()
+
+    def _use_count(self) -> int:
+        return int(torch._C._storage_Use_Count(self._storage._cdata))  # type: ignore[attr-defined]
+
+    def is_free(self) -> bool:
+        """Return True if no tensor refers to the memory but those of the buffer."""
+        return self._use_count() == self._uses
+
+    def fits(self, xs: Sequence[torch.Tensor]) -> bool:
+        """Return True if the buffer was made for tensors like these."""
+        return self.flat.dtype == xs[0].dtype and all(
+            [view.shape == x.shape for view, x in zip(self.views, xs, strict=True)]  # noqa: C419
+        )
+
+    def parts(self) -> list[torch.Tensor]:
+        """Return new tensors of the parts of the memory, which are no views for autograd."""
+        return [view.data for view in self.views]
 
 
 def storage_address(x: torch.Tensor) -> int:

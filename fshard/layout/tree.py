@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import partial
+from operator import attrgetter
 from types import FunctionType, ModuleType
 from typing import Any, TypeVar, cast
 
@@ -109,6 +110,11 @@ def _rebuild(kind: type, keys: tuple[Any, ...], values: Iterable[Any]) -> Any:
     return kind(**items) if is_dataclass(kind) else kind(items)
 
 
+_PAIRS, _TENSORS = {Sharded}, {torch.Tensor, torch.nn.Parameter}
+_local_of, _spec_of = attrgetter("local"), attrgetter("spec")
+_LOCAL_KEY = tuple(map(attrgetter, ("shape", "dtype", "device")))
+
+
 def append_cache_key(tree: Any, leaves: list[Any], key: list[Any]) -> None:
     """Append the leaves of a tree to `leaves`, and to `key` a cache key of all but the values.
 
@@ -141,12 +147,10 @@ def append_cache_key(tree: Any, leaves: list[Any], key: list[Any]) -> None:
             key.append(object())
     elif kind is tuple or kind is list:
         key += (kind, len(tree))
-        for item in tree:
-            append_cache_key(item, leaves, key)
+        _append_items(tree, leaves, key)
     elif kind is dict and {*map(type, tree)} <= _STRINGS:
         key += (kind, tuple(tree))
-        for name in sorted(tree):
-            append_cache_key(tree[name], leaves, key)
+        _append_items([tree[name] for name in sorted(tree)], leaves, key)
     else:
         parts, treedef = flatten(tree)
         if len(parts) == 1 and parts[0] is tree:
@@ -156,6 +160,20 @@ def append_cache_key(tree: Any, leaves: list[Any], key: list[Any]) -> None:
             key.append(treedef)
             for part in parts:
                 append_cache_key(part, leaves, key)
+
+
+def _append_items(items: Sequence[Any], leaves: list[Any], key: list[Any]) -> None:
+    """Append the key of a container's items; many pairs of tensors are read without a loop."""
+    if len(items) > 1 and {*map(type, items)} == _PAIRS:
+        locals_ = [*map(_local_of, items)]
+        if {*map(type, locals_)} <= _TENSORS:
+            leaves += items
+            key += map(_spec_of, items)
+            for read in _LOCAL_KEY:
+                key += map(read, locals_)
+            return
+    for item in items:
+        append_cache_key(item, leaves, key)
 
 
 def unflatten(treedef: TreeDef, leaves: Sequence[Any]) -> Any:

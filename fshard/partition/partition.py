@@ -45,6 +45,7 @@ from fshard.run.graphs.graph_node import graph_node
 from fshard.spmd.in_specs import ArgSignature, match_specs
 
 META = torch.device("meta")
+TENSORS = {torch.Tensor, torch.nn.Parameter, Sharded}
 
 
 class Partition:
@@ -202,13 +203,12 @@ class Partition:
         repeats = arguments.repeated_tensors(leaves)
         key += (repeats, arguments.tracked(leaves))
         numbers: dict[int, int | float] = {}
-        for index, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor):
-                continue
-            if type(leaf) is float or type(leaf) is int:
-                numbers[index] = leaf
-            elif not isinstance(leaf, Sharded):
-                key.append(freeze(leaf))
+        if not {*map(type, leaves)} <= TENSORS:
+            for index, leaf in enumerate(leaves):
+                if type(leaf) is float or type(leaf) is int:
+                    numbers[index] = leaf
+                elif not isinstance(leaf, torch.Tensor | Sharded):
+                    key.append(freeze(leaf))
         # A meta tensor stands for one with values if nothing runs.
         key.append(runs or META not in key)
 

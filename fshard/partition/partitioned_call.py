@@ -105,9 +105,8 @@ class PartitionedCall:
     def schedule(self) -> Sequence[Line]:
         """The lines in the order of execution, with coalesced redistributions."""
         if not self._schedule:
-            self._schedule[:] = schedule(
-                self.lines, self._inputs, [out for out in self._outputs if type(out) is int]
-            )
+            outputs = [out for out in self._outputs if type(out) is int]
+            self._schedule[:] = schedule(self.lines, self._inputs, outputs, self._topology)
         return self._schedule
 
     def cost(self, topology: Topology | None = None, *, backward: bool = False) -> Cost:

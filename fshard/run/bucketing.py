@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-from fshard._torch.autograd_state import unviewed
-from fshard._torch.memory import flatten_all
+from fshard._torch.autograd_state import is_view, unviewed
+from fshard._torch.functorch import transforms_active
+from fshard._torch.memory import FlatBuffer, copy_all, flatten_all
 from fshard._torch.modes import current_dispatch_mode
 from fshard._util.cache import CACHE_SIZE
 from fshard.layout.mesh import Mesh
@@ -74,11 +75,43 @@ FREED = torch.empty(0)
 """Local whose elements are all in a buffer that is sent."""
 
 
+class KindPlan(NamedTuple):
+    """Coalesced wires of one kind: the members, and what follows from them.
+
+    Attributes:
+        kind: their common properties.
+        members: the leaves.
+        own: the leaves for which this rank has a wire.
+        wires: these wires.
+        name: name of the steps, for observers.
+        sent: bytes that this rank sends.
+        buffers: the buffer of the last launch, unless it is under way.
+    """
+
+    kind: Kind
+    members: tuple[Member, ...]
+    own: tuple[tuple[int, Wire], ...]
+    wires: tuple[Wire, ...]
+    name: str
+    sent: int
+    buffers: list[FlatBuffer]
+
+    @staticmethod
+    def of(kind: Kind, members: Sequence[Member]) -> KindPlan:
+        """Return the plan of a launch."""
+        own = tuple((i, wire) for i, _, wire in members if wire is not None)
+        wires = tuple(wire for _, wire in own)
+        names = {name for _, name, _ in members}
+        name = names.pop() if len(names) == 1 else kind[0]
+        sent = sum(wire.sent for wire in wires) * kind[3].itemsize
+        return KindPlan(kind, tuple(members), own, wires, name, sent, [])
+
+
 class LaunchPlan(NamedTuple):
     """Coalesced steps of one rank: its local stages before them, and the wires of every kind."""
 
     before: LeafStages
-    kinds: tuple[tuple[Kind, tuple[Member, ...]], ...]
+    kinds: tuple[KindPlan, ...]
     axes: tuple[str, ...]
 
 
@@ -115,8 +148,8 @@ def _bucket_plan(progs: tuple[Program, ...], bucket: tuple[int, ...], rank: int)
                     kind = op, group, reduction, wire_specs(prog)[step].dtype
                     kinds.setdefault(kind, []).append((i, prog.steps[step].name, wire))
             axes = step_axes(*typed_step(progs, *steps[0]))  # equal on all ranks
-            members = tuple((kind, tuple(rows)) for kind, rows in kinds.items())
-            launches.append(LaunchPlan(tuple(before), members, axes))
+            plans = tuple(KindPlan.of(kind, members) for kind, members in kinds.items())
+            launches.append(LaunchPlan(tuple(before), plans, axes))
         planned.append(tuple(launches))
     after = [row for i, leaf in leaves.items() for row in leaf.stages_until(i)]
     return BucketPlan(tuple(planned), tuple(after))
@@ -158,10 +191,10 @@ def _run_bucket(plan: BucketPlan, transport: Transport, ys: Locals) -> Iterator[
         finishes = []
         for before, kinds, axes in launches:
             _run_stages(before, ys)
-            for kind, members in kinds:
+            for kind in kinds:
                 finishes += [
-                    _launch_kind(kind, same_device, axes, transport, ys)
-                    for same_device in _by_device(members, ys)
+                    _launch_kind(same_device, axes, transport, ys)
+                    for same_device in _by_device(kind, ys)
                 ]
         yield
         while finishes:  # frees the buffers of one launch before the next one is unpacked
@@ -177,14 +210,14 @@ def _run_stages(rows: LeafStages, ys: Locals) -> None:
         ys[i] = x
 
 
-def _by_device(members: Sequence[Member], ys: Locals) -> Iterable[Sequence[Member]]:
-    """Group members by the device of their local."""
-    if len({ys[i].device for i, _, _ in members}) == 1:
-        return (members,)
+def _by_device(plan: KindPlan, ys: Locals) -> Iterable[KindPlan]:
+    """Split a launch by the device of the locals."""
+    if len({ys[i].device for i, _, _ in plan.members}) == 1:
+        return (plan,)
     groups: dict[torch.device, list[Member]] = {}
-    for member in members:
+    for member in plan.members:
         groups.setdefault(ys[member[0]].device, []).append(member)
-    return groups.values()
+    return [KindPlan.of(plan.kind, members) for members in groups.values()]
 
 
 def _group(prog: Program, step: int, wire: Wire | None, rank: int) -> Group:
@@ -211,67 +244,107 @@ def _sorted(group: Group) -> Group:
 
 
 def _launch_kind(
-    kind: Kind, members: Sequence[Member], axes: tuple[str, ...], transport: Transport, ys: Locals
+    plan: KindPlan, axes: tuple[str, ...], transport: Transport, ys: Locals
 ) -> Callable[[], None]:
     """Launch wires of one kind at once over the kind's group; a single one over its own group."""
-    own_wires = [(i, wire) for i, _, wire in members if wire is not None]
-    if len(members) == 1:
-        launched = [(i, launch_wire(wire, ys[i], transport)) for i, wire in own_wires]
+    if len(plan.members) == 1:
+        launched = [(i, launch_wire(wire, ys[i], transport)) for i, wire in plan.own]
 
         def finish_one() -> None:
             for i, finish in launched:
                 ys[i] = finish()
 
         return finish_one
-    op, group, *_ = kind
-    wires = [wire for _, wire in own_wires]
-    payloads = [ys[i] if wire.pack is unchanged else wire.pack(ys[i]) for i, wire in own_wires]
-    names = {name for _, name, _ in members}
-    sent = sum(wire.sent for wire in wires) * kind[3].itemsize
-    notify(names.pop() if len(names) == 1 else op, axes, sent, transport.rank)
-    lengths = [payload.numel() for payload in payloads]
-    moved = _send(kind, wires, payloads or [ys[members[0][0]].new_empty(0)], transport)
+    op, group, reduction, _ = plan.kind
+    payloads = [ys[i] if wire.pack is unchanged else wire.pack(ys[i]) for i, wire in plan.own]
+    notify(plan.name, axes, plan.sent, transport.rank)
+    moved: Callable[[], Sequence[Parts]]
+    if op == "all_reduce":
+        moved = _all_reduce(plan, payloads, transport)
+    else:
+        lengths = [payload.numel() for payload in payloads]
+        empty = [ys[plan.members[0][0]].new_empty(0)]
+        result = _send(plan, payloads or empty, transport)
+        moved = lambda: _split_result(result(), group, plan.wires, lengths)  # noqa: E731
     del payloads
     if op != "all_to_all":  # only its results have elements of the locals: the others are freed
-        for i, _ in own_wires:
+        for i, _ in plan.own:
             ys[i] = FREED
 
     def finish() -> None:
-        parts = _split_result(moved(), group, wires, lengths)
-        for (i, wire), part in zip(own_wires, parts, strict=True):
-            ys[i] = unviewed(
-                wire.unpack(part, ys[i])
-            )  # views of one buffer, without common elements
+        for (i, wire), part in zip(plan.own, moved(), strict=True):
+            y = wire.unpack(part, ys[i])
+            # Views of one buffer, without common elements.
+            ys[i] = unviewed(y) if is_view(y) else y
 
     return finish
 
 
+def _all_reduce(
+    plan: KindPlan, payloads: list[torch.Tensor], transport: Transport
+) -> Callable[[], Sequence[torch.Tensor]]:
+    """Launch an all-reduce of concatenated payloads; return the call that waits for its parts."""
+    _, group, reduction, _ = plan.kind
+    # Modes that trace have no rule for a collective that writes its operand.
+    owned = current_dispatch_mode() is None
+    if not (owned and _can_be_kept(payloads)):
+        result = transport.all_reduce(flatten_all(payloads), reduction, group, owned=owned)
+        lengths = [payload.numel() for payload in payloads]
+        return lambda: result().split(lengths)
+    buffer = plan.buffers.pop() if plan.buffers else None
+    if buffer is None or not (buffer.is_free() and buffer.fits(payloads)):
+        buffer = FlatBuffer(payloads)
+    copy_all(buffer.views, payloads)
+    finish = transport.all_reduce(buffer.flat, reduction, group, owned=True)
+
+    def parts() -> Sequence[torch.Tensor]:
+        total = finish()
+        plan.buffers[:] = [buffer]
+        if total.data_ptr() == buffer.flat.data_ptr():
+            return buffer.parts()
+        return total.split([view.numel() for view in buffer.views])
+
+    return parts
+
+
+def _can_be_kept(payloads: Sequence[torch.Tensor]) -> bool:
+    """Return True if memory of payloads can be used in later launches: plain CPU tensors."""
+    return (
+        payloads[0].device.type == "cpu"
+        and {*map(type, payloads)} <= PLAIN
+        and not (
+            transforms_active()
+            or torch.is_grad_enabled()
+            or torch.is_inference_mode_enabled()
+            or torch.compiler.is_compiling()
+        )
+    )
+
+
+PLAIN = {torch.Tensor, torch.nn.Parameter}
+
+
 def _send(
-    kind: Kind, wires: Sequence[Wire], payloads: list[torch.Tensor], transport: Transport
+    plan: KindPlan, payloads: list[torch.Tensor], transport: Transport
 ) -> Callable[[], Parts]:
     """Launch concatenated payloads."""
-    op, group, reduction, *_ = kind
+    op, group, reduction, _ = plan.kind
     match op:
         case "all_gather":
             return transport.all_gather(flatten_all(payloads), group)
-        case "all_reduce":
-            flat = flatten_all(payloads)
-            # Modes that trace have no rule for a collective that writes its operand.
-            owned = current_dispatch_mode() is None
-            return transport.all_reduce(flat, reduction, group, owned=owned)
         case "reduce_scatter":
             rows = torch.cat([x.reshape(len(group), -1) for x in payloads], 1)
             return transport.reduce_scatter(rows, reduction, group)
         case _:
-            order = _piece_order(group, tuple(wire.group for wire in wires))
+            order = _piece_order(group, tuple(wire.group for wire in plan.wires))
             pieces = [
                 torch.split_with_sizes(x, wire.send)
-                for x, wire in zip(payloads, wires, strict=False)
+                for x, wire in zip(payloads, plan.wires, strict=False)
             ]
             send, receive = [0] * len(group), [0] * len(group)
             for peer, leaf, own in order:
-                send[peer] += wires[leaf].send[own]
-                receive[peer] += wires[leaf].receive[own]
+                send[peer] += plan.wires[leaf].send[own]
+                receive[peer] += plan.wires[leaf].receive[own]
             flat = torch.cat([*(pieces[leaf][own] for _, leaf, own in order), payloads[0][:0]])
             return transport.all_to_all(flat, send, receive, group)
 
@@ -302,8 +375,6 @@ def _split_result(
     match wires[0].op if wires else "":
         case "all_gather":
             parts = moved.view(len(group), -1).split(lengths, 1)
-        case "all_reduce":
-            parts = moved.split(lengths)
         case "reduce_scatter":
             parts = moved.split([length // len(group) for length in lengths])
         case _:

@@ -27,6 +27,14 @@ from fshard.ops.strategy.local_call import (
 Rewrite = Callable[[LocalCall, RankContext], LocalCall]
 
 
+class StaticRewrite:
+    """Rewrite that can be made once, before the tensors are there."""
+
+    def is_static(self, call: LocalCall, ctx: RankContext) -> bool:
+        """Return True if the rewrite reads no tensor of this call on this rank."""
+        return True
+
+
 @dataclass(frozen=True, slots=True)
 class ShardCall(LocalRewrite):
     """Local call with rewritten arguments, operands counted once, and zeros for empty shards.
@@ -45,12 +53,14 @@ class ShardCall(LocalRewrite):
     def call(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> LocalCall | None:
         """Return the rewritten call, or None if the rank has an empty shard or adds zeros."""
         parts = any(_is_added_before(ctx, i) for i in self.once) or has_empty_shard(ctx)
-        parts = parts or _is_empty_shard(ctx.results[0], ctx.rank)
-        if parts or not all(
-            isinstance(rewrite, SetArgument | SetLocalShape) for rewrite in self.rewrites
-        ):
+        if parts or _is_empty_shard(ctx.results[0], ctx.rank):
             return None
-        return self._rewritten(op, args, kwargs, ctx)
+        call: LocalCall = op, tuple(args), dict(kwargs)
+        for rewrite in self.rewrites:
+            if not (isinstance(rewrite, StaticRewrite) and rewrite.is_static(call, ctx)):
+                return None
+            call = rewrite(call, ctx)
+        return call
 
     def _rewritten(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> LocalCall:
         call: LocalCall = op, tuple(args), dict(kwargs)
@@ -153,7 +163,7 @@ def zero_results(
 
 
 @dataclass(frozen=True, slots=True)
-class SetArgument:
+class SetArgument(StaticRewrite):
     """Rewrite: set the argument `name` to a value computed from global shapes."""
 
     name: str
@@ -165,7 +175,7 @@ class SetArgument:
 
 
 @dataclass(frozen=True, slots=True)
-class SetLocalShape:
+class SetLocalShape(StaticRewrite):
     """Rewrite: set the shape argument `name` to the local shape of a result."""
 
     name: str

@@ -5,13 +5,19 @@ the last of their sources and is waited for by the first of their uses; in the b
 roles are exchanged. So gradients of parameters are reduced in buckets as by DDP (Li et al., arXiv
 2006.15704), sharded parameters are gathered a bucket ahead of their use as by FSDP (Zhao et al.,
 arXiv 2304.11277), and a result that is needed later is on its way meanwhile.
+
+The last bucket of gradients and the first one of parameters overlap with no computation. Of k equal
+buckets of S bytes, each with a startup of as long as E bytes take, they and the startups take least
+time with k = sqrt(S / E).
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from fshard.partition.ir import (
     BeginCheckpoint,
@@ -31,7 +37,9 @@ from fshard.partition.ir import (
 )
 from fshard.plan.batch.batch import BUCKET_BYTES
 from fshard.plan.batch.coalesce import LaunchKey, launch_keys
-from fshard.program.program import Program
+from fshard.program.cost.model import step_link
+from fshard.program.cost.topology import Topology
+from fshard.program.program import Program, wire_specs
 from fshard.run.autograd.linear_function import ProgramGroup
 
 LaunchKeys = tuple[LaunchKey, ...]
@@ -58,10 +66,15 @@ class LaunchBucket:
     nbytes: int = 0
     moves: list[Redistribution] = field(default_factory=list)
 
-    def try_add(self, move: Redistribution, ready: int, use: int) -> bool:
-        """Add a redistribution and return True if it does not delay one of the others."""
+    def try_add(self, move: Redistribution, ready: int, use: int, full: float) -> bool:
+        """Add a redistribution and return True if it does not delay one of the others.
+
+        A bucket of `full` bytes takes no more.
+        """
         nbytes = _local_bytes(move.program)
-        if self.moves and (ready > self.use or self.nbytes + nbytes > BUCKET_BYTES):
+        if self.moves and (
+            ready > self.use or self.nbytes >= full or self.nbytes + nbytes > BUCKET_BYTES
+        ):
             return False
         self.moves.append(move)
         self.nbytes += nbytes
@@ -70,8 +83,9 @@ class LaunchBucket:
 
 
 def schedule(
-    lines: Sequence[Line], inputs: Collection[int], outputs: Collection[int] = ()
-) -> list[Line]:
+    lines: Sequence[Line], inputs: Collection[int], outputs: Collection[int] = (),
+    topology: Topology | None = None,
+) -> list[Line]:  # fmt: skip
     """Return the lines of a plan in the order of execution.
 
     The lines of a checkpointed call become one line, and are scheduled among themselves.
@@ -80,9 +94,12 @@ def schedule(
         lines: the lines.
         inputs: the value ids of the arguments.
         outputs: the value ids of the results.
+        topology: the topology by which buckets of arguments are split, so that they overlap with
+            the computation; None fills every bucket.
     """
-    lines = _side_by_side(_hoisted(_with_nested_calls(lines, outputs), inputs), inputs)
-    buckets = _buckets(lines, inputs)
+    lines = _with_nested_calls(lines, outputs, topology)
+    lines = _side_by_side(_hoisted(lines, inputs), inputs)
+    buckets = _buckets(lines, inputs, topology)
     moved = {move.out for bucket in buckets for move in bucket.moves}
     count = 1 + max([*inputs, *(line.out for line in lines if hasattr(line, "out"))], default=0)
     before: list[list[Line]] = [[] for _ in range(len(lines) + 1)]
@@ -183,7 +200,9 @@ def _is_sent(move: Redistribution, inputs: Collection[int]) -> bool:
     return move.source.value not in inputs and move.program.is_linear and bool(_keys(move.program))
 
 
-def _buckets(lines: Sequence[Line], inputs: Collection[int]) -> list[LaunchBucket]:
+def _buckets(
+    lines: Sequence[Line], inputs: Collection[int], topology: Topology | None
+) -> list[LaunchBucket]:
     """Return the buckets of all redistributions that can be launched before they are needed."""
     defined = dict.fromkeys(inputs, FIRST)
     first_use: dict[int, int] = {}
@@ -200,22 +219,41 @@ def _buckets(lines: Sequence[Line], inputs: Collection[int]) -> list[LaunchBucke
         and line.program.is_linear
         and line.source.value in defined
     ]
-    open_buckets: dict[object, LaunchBucket] = {}
-    result: list[LaunchBucket] = []
-    for ready, use, move in sorted(moves, key=lambda item: item[:2]):
+    by_key: dict[tuple[Any, ...], list[tuple[int, int, Redistribution]]] = {}
+    for item in sorted(moves, key=lambda item: item[:2]):
+        ready, _, move = item
         forward, backward = _keys(move.program), _keys(move.program.T) if move.grad else ()
-        if not (forward or backward):
-            continue
-        key = move.grad, forward, backward, ready == FIRST
-        bucket = open_buckets.get(key)
-        if bucket is not None and bucket.try_add(move, ready, use):
-            continue
-        waits = all(isinstance(line, Redistribution | GradMode) for line in lines[ready:use])
-        if ready == FIRST or not waits:
-            bucket = open_buckets[key] = LaunchBucket(bool(forward), ready, use)
-            bucket.try_add(move, ready, use)
-            result.append(bucket)
+        if forward or backward:
+            key = bool(forward), move.grad, forward, backward, ready == FIRST
+            by_key.setdefault(key, []).append(item)
+    result: list[LaunchBucket] = []
+    for (sends, *_, is_first), members in by_key.items():
+        full = math.inf
+        if is_first and topology is not None:
+            full = _bucket_bytes([move for _, _, move in members], topology)
+        bucket: LaunchBucket | None = None
+        for ready, use, move in members:
+            if bucket is not None and bucket.try_add(move, ready, use, full):
+                continue
+            waits = all(isinstance(line, Redistribution | GradMode) for line in lines[ready:use])
+            if is_first or not waits:
+                bucket = LaunchBucket(sends, ready, use)
+                bucket.try_add(move, ready, use, full)
+                result.append(bucket)
     return result
+
+
+def _bucket_bytes(moves: Sequence[Redistribution], topology: Topology) -> float:
+    """Return the bytes of each of the buckets that arguments are best sent in."""
+    total = sum(_local_bytes(move.program) for move in moves)
+    prog = moves[0].program
+    prog = prog if _keys(prog) else prog.T
+    links = [
+        step_link(topology, prog.steps[i], *wire_specs(prog)[i : i + 2])
+        for i, _ in launch_keys(prog)
+    ]
+    startup = max((topology.launch + link.latency) * link.bandwidth for link in links)
+    return total / max(1, math.ceil(math.sqrt(total / startup))) if startup else math.inf
 
 
 def _keys(prog: Program) -> LaunchKeys:
@@ -232,7 +270,9 @@ def _local_bytes(prog: Program) -> int:
 # -- checkpointed calls ------------------------------------------------------------------------
 
 
-def _with_nested_calls(lines: Sequence[Line], outputs: Collection[int]) -> list[Line]:
+def _with_nested_calls(
+    lines: Sequence[Line], outputs: Collection[int], topology: Topology | None
+) -> list[Line]:
     """Return lines in which those of every outermost checkpointed call are one line."""
     last_use = {operand: i for i, line in enumerate(lines) for operand in operands_of(line)}
     last_use.update(dict.fromkeys(outputs, len(lines)))
@@ -258,7 +298,7 @@ def _with_nested_calls(lines: Sequence[Line], outputs: Collection[int]) -> list[
             continue
         used = dict.fromkeys(operand for x in inner for operand in operands_of(x))
         operands = tuple(value for value in used if value not in set(made))
-        ordered = tuple(schedule(inner, operands, results))
+        ordered = tuple(schedule(inner, operands, results, topology))
         out = next(new_values)
         result.append(
             CheckpointedLines(out, line.call, ordered, tuple(map(Ref, operands)), results)

@@ -72,9 +72,8 @@ def _launch(op: ProgramGroup, xs: Tensors, on_shards: bool) -> FinishAll:
 class _Flight:
     """Programs under way, forward and later backward: the common state of two nodes."""
 
-    __slots__ = ("finish", "finish_backward", "label", "on_shards", "op", "token")
+    __slots__ = ("finish", "finish_backward", "label", "on_shards", "op")
 
-    token: torch.Tensor
     finish: FinishAll
     finish_backward: Callable[[], Gradients]
 
@@ -129,8 +128,7 @@ class _LaunchNode(torch.autograd.Function):
 
     @staticmethod
     def forward(flight: _Flight, *xs: torch.Tensor) -> torch.Tensor:
-        flight.token = xs[0].new_empty(0)
-        return flight.token
+        return xs[0].new_empty(0)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
@@ -150,18 +148,19 @@ class _WaitNode(torch.autograd.Function):
 
     @staticmethod
     def forward(flight: _Flight, token: torch.Tensor) -> Tensors:
-        # A local program returns its argument, which must not become an output as it is.
-        outputs = tuple([unviewed(y.detach()) for y in flight.finish()])
+        finish = flight.finish
         del flight.finish  # it holds the results, which autograd may not need
-        return outputs
+        # A local program returns its argument, which must not become an output as it is.
+        return tuple([unviewed(y.detach()) for y in finish()])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensors) -> None:
-        ctx.flight = inputs[0]
+        ctx.flight, token = inputs
+        ctx.token = token.detach()
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         flight: _Flight = ctx.flight
         flight.launch_backward(grads)
-        return None, flight.token.new_empty(0)
+        return None, ctx.token

@@ -165,6 +165,8 @@ class ProcessWorld:
         n, gloo = len(group), self._is_gloo()
         if gloo and n == 2 and x.nbytes <= GATHER_BYTES:
             other = self._swap(x, group, "all_reduce")
+            if owned and x.is_contiguous():
+                return lambda: reduce_into(x, other(), reduction)
             return lambda: reduce_into(other(), x, reduction)
         if gloo and n > 2 and n * x.nbytes <= REDUCE_BYTES:
             sizes = [x.numel()] * n

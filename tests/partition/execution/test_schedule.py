@@ -119,6 +119,53 @@ def test_gradients_of_a_bucket_are_not_copied() -> None:
     assert run_ranks(2, gradient_memories) == [1, 1]
 
 
+def gradients_of_three_steps() -> tuple[list[list[torch.Tensor]], list[int]]:
+    """Return the gradients of steps of inputs 1, 2, 3, and their addresses; the third's are kept.
+
+    The gradients of the first step are held until the end, those of the second are freed.
+    """
+    fs.init(MESH)
+    params = [param.requires_grad_() for param in parameters()]
+    pairs = [fs.Sharded(p, fs.Spec(MESH, P(), shape=p.shape, dtype=p.dtype)) for p in params]
+    part = fs.partition(chain, mesh=MESH, in_specs=(P(), P("x")), out_specs=P())
+    values: list[list[torch.Tensor]] = []
+    held, addresses = [], []
+    for step in (1, 2, 3):
+        x = fs.shard(step * batch(), fs.Spec(MESH, P("x"), shape=(4, 8), dtype=torch.float64))
+        fs.unshard(part(pairs, x)[0]).backward()
+        grads = [p.grad for p in params if p.grad is not None]
+        addresses.append(grads[0].data_ptr())
+        values.append([grad.clone() for grad in grads])
+        if step == 1:
+            held = grads
+        for p in params:
+            p.grad = None
+        del grads
+    assert all(map(torch.equal, held, values[0]))
+    return values, addresses
+
+
+def test_memory_of_a_bucket_is_used_again_once_its_gradients_are_freed() -> None:
+    for values, addresses in run_ranks(2, gradients_of_three_steps):
+        assert addresses[0] != addresses[1] == addresses[2]
+        for step, grads in zip((1, 2, 3), values, strict=True):
+            leaves = [param.requires_grad_() for param in parameters()]
+            wants = torch.autograd.grad(chain(leaves, step * batch())[0], leaves[:-2])
+            for grad, want in zip(grads, wants, strict=True):
+                torch.testing.assert_close(grad, want, rtol=0, atol=1e-12)
+
+
+def test_gradients_are_split_into_buckets_by_their_startup() -> None:
+    params = [torch.empty(256, 256, device="meta", requires_grad=True) for _ in range(16)]
+    counts = []
+    for topology in (fs.Topology.node(), fs.Topology.cpu_host()):
+        part = fs.partition(large_chain, mesh=MESH, in_specs=(P(), P("x")), topology=topology)
+        schedule = part.trace(params, torch.empty(8, 256, device="meta")).schedule
+        counts.append(sum(isinstance(line, LaunchBatch) for line in schedule))
+    # 4 MiB; a startup takes as long as 2.5 MB on a node, and 140 kB on a host.
+    assert counts == [2, 6]
+
+
 def test_coalesced_gradients_of_simulated_ranks() -> None:
     for rank, results in enumerate(fs.simulate(MESH, lambda: sharded_gradients(P("x")))):
         check(P("x"), results, range(rank, rank + 1))

@@ -24,7 +24,7 @@ from fshard.ops.core.rule import Dims, Rule
 from fshard.ops.rules.elementwise.random_ops import KEYED
 from fshard.ops.rules.letters import drop_broadcast, letters, no_factors, text_dims
 from fshard.ops.rules.reduce.reduction_decompositions import wide
-from fshard.ops.rules.shard_call import ShardCall
+from fshard.ops.rules.shard_call import ShardCall, StaticRewrite
 from fshard.ops.strategy.local_call import LocalCall, RankContext, with_argument
 
 aten = torch.ops.aten
@@ -84,16 +84,20 @@ def _refuse_dropout(call: OpCall) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _CausalMask:
+class _CausalMask(StaticRewrite):
     """Rewrite: replace `is_causal` by a mask if this rank's queries do not begin at zero."""
+
+    def is_static(self, call: LocalCall, ctx: RankContext) -> bool:
+        """Return True if the call stays as it is: a mask is on the device of the query."""
+        return not argument(*call, "is_causal") or ctx.is_unsharded(0, ctx.operands[0].ndim - 2)
 
     def __call__(self, call: LocalCall, ctx: RankContext) -> LocalCall:
         """Return the rewritten call."""
-        op, args, kwargs = call
+        if self.is_static(call, ctx):
+            return call
+        _, args, _ = call
         query, key = args[0], args[1]
         dim = query.dim() - 2
-        if not argument(op, args, kwargs, "is_causal") or ctx.is_unsharded(0, dim):
-            return call
         rows = torch.arange(ctx.offset(0, dim), ctx.end(0, dim), device=query.device)
         mask = rows.unsqueeze(-1) >= torch.arange(key.shape[-2], device=query.device)
         call = with_argument(*call, "is_causal", False)

@@ -28,30 +28,47 @@ from fshard.ops.rules.index.local_indices import (
     with_spare_row,
 )
 from fshard.ops.rules.shard_call import call_with
-from fshard.ops.strategy.local_call import Args, Kwargs, RankContext, with_argument
+from fshard.ops.strategy.local_call import (
+    Args,
+    Kwargs,
+    LocalCall,
+    LocalRewrite,
+    RankContext,
+    with_argument,
+)
 
 MAX = 2
 
 
-def _local_embedding(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
-    """Look up rows of a sharded weight; the padding row counts only on the rank that holds it."""
-    shard, padding = dim_shard(ctx, 0, 0), argument(op, args, kwargs, "padding_idx")
-    holds_padding = shard.begin <= padding < shard.end
-    _, args, kwargs = with_argument(op, args, kwargs, "padding_idx",
-                                    padding - shard.begin if holds_padding else -1)  # fmt: skip
-    index = argument(op, args, kwargs, "indices")
-    local_index, inside = locate(index, shard)
-    if shard.is_empty:
-        return argument(op, args, kwargs, "weight").new_zeros(ctx.shape())
-    out = call_with(op, args, kwargs, indices=local_index)
-    return out if shard.is_unsharded else out.masked_fill(~inside.unsqueeze(-1), 0)
+@dataclass(frozen=True, slots=True)
+class _LocalEmbedding(LocalRewrite):
+    """Lookup of a sharded weight's rows; the padding row counts on the rank that holds it."""
+
+    def call(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> LocalCall | None:
+        """Return the lookup itself if this rank holds all rows."""
+        is_unsharded = dim_shard(ctx, 0, 0).is_unsharded
+        return (op, tuple(args), dict(kwargs)) if is_unsharded else None
+
+    def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
+        """Look up this rank's rows; those of other ranks are zeros."""
+        shard, padding = dim_shard(ctx, 0, 0), argument(op, args, kwargs, "padding_idx")
+        if shard.is_unsharded:
+            return op(*args, **kwargs)
+        if shard.is_empty:
+            return argument(op, args, kwargs, "weight").new_zeros(ctx.shape())
+        holds_padding = shard.begin <= padding < shard.end
+        _, args, kwargs = with_argument(op, args, kwargs, "padding_idx",
+                                        padding - shard.begin if holds_padding else -1)  # fmt: skip
+        local_index, inside = locate(argument(op, args, kwargs, "indices"), shard)
+        out = call_with(op, args, kwargs, indices=local_index)
+        return out.masked_fill(~inside.unsqueeze(-1), 0)
 
 
 def _embedding(call: OpCall) -> Rule:
     """Rule `vd,ab->abd` of `embedding`: the rows `v` of the weight are summed."""
     index = dim_factors(call.operands[1].ndim, "i")
     rule = Rule(((("v",), ("d",)), index), ((*index, ("d",)),), (("v", "sum"),),
-                modes=select_modes(0), local=_local_embedding)  # fmt: skip
+                modes=select_modes(0), local=_LocalEmbedding())  # fmt: skip
     return _restrict_gradient(call, rule)
 
 

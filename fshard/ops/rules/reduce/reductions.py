@@ -30,7 +30,14 @@ from fshard.ops.core.builders import (
 from fshard.ops.core.call import Meta, OpCall, base_name, schema_arguments
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Mode, Rule
-from fshard.ops.strategy.local_call import Args, Kwargs, RankContext, with_local_shape
+from fshard.ops.strategy.local_call import (
+    Args,
+    Kwargs,
+    LocalCall,
+    LocalRewrite,
+    RankContext,
+    with_local_shape,
+)
 from fshard.run.transports.reduce_dtypes import neutral_like
 
 
@@ -158,11 +165,19 @@ class LocalMean:
 
 
 @dataclass(frozen=True, slots=True)
-class ZerosIfEmpty:
+class ZerosIfEmpty(LocalRewrite):
     """Local call that returns zeros for an empty shard, in the dtypes of the layouts.
 
     Some kernels return other dtypes than their meta forms.
     """
+
+    def call(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> LocalCall | None:
+        """Return the operation itself for one result in the dtype of the first operand."""
+        x, results = ctx.operands[0], ctx.results
+        if len(results) > 1 or results[0] is None or results[0].dtype != x.dtype:
+            return None
+        is_empty = math.prod(x.shape) and not math.prod(x.local_shape(ctx.rank))
+        return None if is_empty else (op, tuple(args), dict(kwargs))
 
     def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
         """Run the operation, or return zeros in the shapes of the rank's results."""
