@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ flatten_all: Callable[[list[torch.Tensor]], torch.Tensor] = torch._C._nn.flatten
 """Return the elements of dense tensors one after the other, copied by one call."""
 storage_id: Callable[[torch.Tensor], int] = torch._C._storage_id  # type: ignore[attr-defined]
 """Return an id of the storage; raise for sparse tensors and wrappers of `torch.func`."""
-copy_all: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None] = torch._foreach_copy_
+copy_all: Callable[[Any, Any], None] = torch._foreach_copy_
 """`copy_all(targets, sources)`: copy tensors by one call."""
 sparse_values: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor._values
 
@@ -47,7 +48,7 @@ class FlatBuffer:
         self._uses = self._use_count()
 
     def _use_count(self) -> int:
-        return int(torch._C._storage_Use_Count(self._storage._cdata))  # type: ignore[attr-defined]
+        return int(torch._C._storage_Use_Count(self._storage._cdata))
 
     def is_free(self) -> bool:
         """Return True if no tensor refers to the memory but those of the buffer."""

@@ -255,7 +255,7 @@ def _launch_kind(
                 ys[i] = finish()
 
         return finish_one
-    op, group, reduction, _ = plan.kind
+    op, group, *_ = plan.kind
     payloads = [ys[i] if wire.pack is unchanged else wire.pack(ys[i]) for i, wire in plan.own]
     notify(plan.name, axes, plan.sent, transport.rank)
     moved: Callable[[], Sequence[Parts]]
@@ -290,7 +290,7 @@ def _all_reduce(
     if not (owned and _can_be_kept(payloads)):
         result = transport.all_reduce(flatten_all(payloads), reduction, group, owned=owned)
         lengths = [payload.numel() for payload in payloads]
-        return lambda: result().split(lengths)
+        return lambda: torch.split_with_sizes(result(), lengths)
     buffer = plan.buffers.pop() if plan.buffers else None
     if buffer is None or not (buffer.is_free() and buffer.fits(payloads)):
         buffer = FlatBuffer(payloads)
@@ -302,7 +302,7 @@ def _all_reduce(
         plan.buffers[:] = [buffer]
         if total.data_ptr() == buffer.flat.data_ptr():
             return buffer.parts()
-        return total.split([view.numel() for view in buffer.views])
+        return torch.split_with_sizes(total, [view.numel() for view in buffer.views])
 
     return parts
 
