@@ -14,6 +14,7 @@ cost no Python call.
 - `fake_tensors`: fake tensors, functional tensors.
 - `module_state`: dictionaries of modules, metas of tensors.
 - `symbolic_numbers`: numbers that are symbols in a trace.
+- `init_functions`: `torch.nn.init.trunc_normal_`.
 - `memory`: storages, results that must not alias arguments.
 - `saved_tensors`: hooks of saved tensors, references to storages.
 - `checkpointing`: `torch.utils.checkpoint`'s second forward pass.

@@ -17,10 +17,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fshard._torch.checkpointing import Form, checkpoint_form, current_form
+from fshard._torch.init_functions import patched_trunc_normal
 from fshard._torch.modes import function_modes
 from fshard._util.errors import fail, raise_if
 from fshard.ops.prng.keyed_block import keyed_block_hook
 from fshard.ops.trace.trace import trace_depth
+from fshard.random.initializers import trunc_normal
 from fshard.random.keys import fold_in, key_problems
 from fshard.random.torch_replacements import REPLACEMENTS
 from fshard.run.transports.base import current_transport
@@ -209,5 +211,18 @@ def keyed(key: torch.Tensor, /) -> Iterator[None]:
     True
     """
     raise_if("fs.random.keyed", key_problems(key))
-    with checkpoint_form(partial(_checkpoint, current_form())), KeyedMode(key):
+    form = checkpoint_form(partial(_checkpoint, current_form()))
+    with form, patched_trunc_normal(_fill_trunc_normal), KeyedMode(key):
         yield
+
+
+def _fill_trunc_normal(
+    x: torch.Tensor, mean: float, std: float, a: float, b: float
+) -> torch.Tensor | None:
+    """Fill a tensor by `fs.random.trunc_normal`; return None outside of blocks."""
+    mode = _current_mode()
+    if mode is None:
+        return None
+    with torch.no_grad():
+        values = trunc_normal(mode.next(), x.detach(), mean=mean, std=std, a=a, b=b)
+        return x.copy_(values)

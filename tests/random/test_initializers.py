@@ -13,6 +13,7 @@ from torch.nn import init
 
 import fshard as fs
 from fshard import P
+from tests.helpers.largest_tensor import LargestTensor
 
 R, KEY = fs.random, fs.random.key(3)
 MESHES = (fs.Mesh(x=1, y=1), fs.Mesh(x=2, y=3), fs.Mesh(x=8), fs.Mesh(x=5))
@@ -97,12 +98,63 @@ def test_truncated_values_are_within_limits() -> None:
         assert limits[0] <= x.min() < x.max() <= limits[1]
 
 
+@pytest.mark.parametrize("name", [name for name in DRAWS if name != "orthogonal"])
+def test_no_tensor_is_larger_than_a_shard(name: str) -> None:
+    spec = fs.Spec(fs.Mesh(x=4, y=2), P("x", "y"), shape=(64, 32))
+    with LargestTensor() as largest:
+        DRAWS[name][0](KEY, spec)
+    assert largest.numel == 64 * 32 // 8
+
+
 @pytest.mark.parametrize("name", DRAWS)
 def test_init_creates_them_in_layouts(name: str) -> None:
     draw, _ = DRAWS[name]
     params = fs.state.init(lambda key: draw(key, (6, 4)), KEY, P("x"), mesh=fs.Mesh(x=2))
     assert params.local[0].shape == (3, 4)
     assert torch.equal(fs.unshard(params), draw(KEY, (6, 4)))
+
+
+FILLS: dict[str, Callable[[torch.Tensor], Any]] = {
+    name: getattr(init, f"{name}_")
+    for name in ("uniform", "normal", "xavier_uniform", "xavier_normal", "kaiming_uniform",
+                 "kaiming_normal", "trunc_normal", "orthogonal", "ones", "zeros", "eye")
+} | {
+    "trunc_normal of a tail": lambda x: init.trunc_normal_(x, 0.0, 0.5, a=1.0, b=2.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FILLS)
+def test_functions_of_torch_fill_shards_alone(name: str) -> None:
+    """In a keyed block, with equal values on every layout and no tensor larger than a shard."""
+
+    def create(key: torch.Tensor) -> torch.Tensor:
+        with fs.random.keyed(key):
+            x = torch.empty(64, 32)
+            FILLS[name](x)
+            return x
+
+    for mesh, p in ((fs.Mesh(x=8), P("x")), (fs.Mesh(x=2, y=3), P("x", "y")), (MESHES[3], P("x"))):
+        spec = fs.Spec(mesh, p, shape=(64, 32), uneven="chunk")
+        with LargestTensor() as largest:
+            pair = fs.state.init(create, KEY, spec)
+        assert torch.equal(fs.unshard(pair), create(KEY))
+        if name != "orthogonal":  # its columns depend on each other
+            assert largest.numel == max(spec.local_shape(0)[0] * spec.local_shape(0)[1], 2)
+
+
+def test_trunc_normal_of_torch_is_itself_outside_of_keyed_blocks() -> None:
+    def draw() -> torch.Tensor:
+        torch.manual_seed(0)
+        return init.trunc_normal_(torch.empty(100))
+
+    before = draw()
+    with fs.random.keyed(KEY):
+        x = init.trunc_normal_(torch.empty(100))
+        generator = torch.Generator().manual_seed(0)
+        seeded = init.trunc_normal_(torch.empty(100), generator=generator)
+    assert torch.equal(x, R.trunc_normal(fs.random.fold_in(KEY, 0), (100,)))
+    assert torch.equal(seeded, before)
+    assert torch.equal(draw(), before)
 
 
 REFUSED: list[tuple[Callable[[], Any], str]] = [

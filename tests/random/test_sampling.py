@@ -16,6 +16,7 @@ import fshard as fs
 from fshard import P, ShardingError
 from fshard.ops.prng import threefry
 from fshard.ops.prng.threefry import Box, derive_keys, fill_box, hash_counter, key_words
+from tests.helpers.largest_tensor import LargestTensor
 from tests.helpers.spec_grid import all_specs, message
 
 KEY = fs.random.key(7)
@@ -145,6 +146,12 @@ def test_means_and_variances() -> None:
 SPECS = [
     *all_specs(fs.Mesh(dp=2, tp=2), (4, 8)),
     *(spec for spec in all_specs(fs.Mesh(dp=2, tp=3), (5, 7), uneven="chunk")),
+    *all_specs(fs.Mesh(x=1, y=1), (3, 4)),
+    *(
+        spec
+        for mesh in (fs.Mesh(x=8), fs.Mesh(x=5))
+        for spec in all_specs(mesh, (7, 3), uneven="chunk")
+    ),
     fs.Spec(fs.Mesh(x=4), P("x"), shape=(5, 3), sizes={0: (0, 3, 0, 2)}),
     fs.Spec(fs.Mesh(x=2), P(), shape=()),
     fs.Spec(fs.Mesh(x=2), P("x"), shape=(0,)),
@@ -167,6 +174,15 @@ def test_every_layout_draws_the_same_values(name: str) -> None:
             assert shard.dtype == expected_shard.dtype
             assert torch.equal(shard, expected_shard), spec
         assert torch.equal(fs.unshard(pair), expected), spec
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_no_tensor_is_larger_than_a_shard(name: str) -> None:
+    dtype, draw = DRAWS[name]
+    spec = fs.Spec(fs.Mesh(x=4, y=2), P("x", "y"), shape=(64, 32), dtype=dtype)
+    with LargestTensor() as largest:
+        draw(spec)
+    assert largest.numel == 64 * 32 // 8
 
 
 @pytest.mark.parametrize("kind", ["sum", "avg", "max", "min", "product"])
