@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -209,12 +210,21 @@ def test_meta_modules_without_a_key_have_specs_to_load_to(tmp_path: Path) -> Non
         on_meta(BatchNormNet).double(), Mesh(x=3), in_specs=None, fsdp="x"
     )
     assert target.params["net.4.weight"] == target.specs["params"]["net.4.weight"]
-    assert "all_reduce" in str(target.explain(torch.empty(8, 3, 4, 4, device="meta").double()))
     state = fs.state.load(tmp_path, target.specs)
     y, buffers = target(state["params"], state["buffers"], noise(8, 3, 4, 4))
     assert str(state["params"]["net.4.weight"].spec) == "f64[8,128@x:chunk]"
     assert_close(fs.unshard(y), module(noise(8, 3, 4, 4)))
     assert_close(fs.unshard(buffers["net.1.running_mean"]), module.net[1].running_mean)
+
+
+def test_meta_modules_are_explained_with_the_gradients_of_parameters_alone() -> None:
+    distributed = fs.state.distribute_module(on_meta(Rotary), MESH, in_specs=P("dp"))
+    rows = str(distributed.explain(torch.empty(64, 4, device="meta"))).splitlines()
+    reduced = [above for above, row in pairwise(rows) if row.startswith("←")]
+    assert [row.split()[0] for row in reduced] == [
+        "args[0][0]['layer.bias']",
+        "args[0][0]['layer.weight']",
+    ]
 
 
 # -- errors and text -------------------------------------------------------------------------
