@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from operator import attrgetter
+from types import FrameType
 from typing import Any
 
 import torch
@@ -15,7 +18,6 @@ from torch._functorch.pyfunctorch import (
     retrieve_current_functorch_interpreter,
     temporarily_clear_interpreter_stack,
 )
-from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
@@ -36,6 +38,12 @@ add_batch_dim: Callable[[torch.Tensor, int, int], torch.Tensor] = torch._add_bat
 set_forward_mode = forward_ad._set_fwd_grad_enabled
 """`set_forward_mode(True)`: context in which tangents propagate; PyTorch calls a `jvp` without."""
 
+_single_level_allowed: Callable[[], bool] = (
+    torch._C._functorch.get_single_level_autograd_function_allowed
+)
+_allow_single_level: Callable[[bool], None] = (
+    torch._C._functorch.set_single_level_autograd_function_allowed
+)
 _unwrap_for_grad: Callable[..., torch.Tensor] = torch._C._functorch._unwrap_for_grad
 _wrap_for_grad: Callable[..., torch.Tensor] = torch._C._functorch._wrap_for_grad
 
@@ -102,8 +110,12 @@ def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
         primals, tangents = _unpack_duals(lifted)
         if any(t is not None for t in tangents):
             return _make_duals(*_duals_below(duals, interpreter.level(), primals, tangents))
-    with enable_single_level_autograd_function():
+    allowed = _single_level_allowed()
+    _allow_single_level(True)
+    try:
         return _at_level(function, interpreter.level()).apply(*lifted)
+    finally:
+        _allow_single_level(allowed)
 
 
 def primal_of(x: torch.Tensor) -> torch.Tensor:
@@ -200,6 +212,27 @@ def _at_level(function: type[torch.autograd.Function], level: int) -> Any:
     }  # fmt: skip
     methods = {name: staticmethod(member) for name, member in members.items()}
     return type(f"{function.__name__}Generated", (_SingleLevelFunction,), methods)
+
+
+def flattens_for_gradients() -> bool:
+    """Return True in a pytree's flattening by `torch.func.grad` or `vjp`.
+
+    They flatten the values that they differentiate for the structure of the gradients, and the
+    results for the structure of the cotangents.
+    """
+    if not transforms_active() or torch.compiler.is_dynamo_compiling():
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_PYTREE_MODULES):
+        frame = frame.f_back
+    return frame is not None and frame.f_code in _DIFFERENTIATING
+
+
+_PYTREE_MODULES = "fshard.", "torch.utils._pytree"
+_DIFFERENTIATING = frozenset(
+    inspect.unwrap(function).__code__
+    for function in (eager_transforms.grad_and_value_impl, eager_transforms._vjp_with_argnums)
+)
 
 
 def is_foreign(x: torch.Tensor) -> bool:

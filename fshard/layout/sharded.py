@@ -16,6 +16,7 @@ import torch
 from torch.overrides import resolve_name
 
 from fshard._torch.dynamo import register_pytree_node
+from fshard._torch.functorch import flattens_for_gradients
 from fshard._util.errors import ShardingError, fail
 from fshard._util.text import numbers_text, plural
 from fshard._util.tracebacks import boundary
@@ -65,6 +66,9 @@ class Sharded:
     methods of tensors and functions of torch raise an error that names `fs.apply`. Pairs are equal
     and have equal hashes only if they are one object, as tensors have; `==` with a pair, a tensor
     or a number raises. Iteration is not refused, because unpacking iterates.
+
+    In the trees of `torch.func.grad` and `vjp`, gradients and cotangents have the dual layout of
+    the pair that they belong to, `spec.dual`.
 
     Attributes:
         local: a tensor under `torchrun`; in a simulation the tuple of all shards in rank order.
@@ -266,6 +270,10 @@ def _labelled(label: str, value: Any) -> str:
 Pair = Sharded | tuple[Any, Spec]
 """Argument that is a pair, by name or as a plain 2-tuple."""
 
-register_pytree_node(
-    Sharded, lambda pair: ([pair.local], pair.spec), lambda xs, spec: Sharded(next(iter(xs)), spec)
-)
+
+def _flatten(pair: Sharded) -> tuple[list[Any], Spec]:
+    """Return the local, and the spec of what takes its place: a gradient has the dual one."""
+    return [pair.local], pair.spec.dual if flattens_for_gradients() else pair.spec
+
+
+register_pytree_node(Sharded, _flatten, lambda xs, spec: Sharded(next(iter(xs)), spec))

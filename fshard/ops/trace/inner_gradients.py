@@ -39,6 +39,7 @@ from fshard.ops.trace.constants import READS, read_constants
 from fshard.ops.trace.covariance import WITHOUT_READS
 from fshard.ops.trace.custom_functions import apply_in_transform, apply_traced, has_own_backward
 from fshard.ops.trace.fused_updates import FUSED_STEPS
+from fshard.ops.trace.inference import as_traced
 from fshard.spmd.closure_inputs import graph_leaves
 
 _REPLACED = {**WITHOUT_READS, **FUSED_STEPS}
@@ -139,7 +140,7 @@ class AboveAutograd(TraceMode):
             raise TakesGradients
         if func in READS and (values := self.read(func, args, kwargs)):
             return values[0]
-        out = _REPLACED.get(func, func)(*args, **(kwargs or {}))
+        out = _REPLACED.get(func, func)(*as_traced(func, args), **(kwargs or {}))
         if func == torch.Tensor.requires_grad.__get__ and not out:  # type: ignore[attr-defined]
             return self.requires_grad and torch.is_grad_enabled() and is_inexact(args[0])
         return out
@@ -169,7 +170,7 @@ class BelowAutograd(TraceMode):
         self.refuse(func, args, kwargs)
         if func in READS and (values := self.read(func, args, kwargs)):
             return values[0]
-        out = _REPLACED.get(func, func)(*args, **(kwargs or {}))
+        out = _REPLACED.get(func, func)(*as_traced(func, args), **(kwargs or {}))
         has_graph = func is not torch.autograd.grad or bool((kwargs or {}).get("create_graph"))
         if func == _GRAD and out is not None:  # which backward() has filled
             has_graph = out.requires_grad

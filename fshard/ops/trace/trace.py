@@ -56,6 +56,7 @@ from fshard.ops.trace.checkpoints import (
 from fshard.ops.trace.custom_functions import extract_backwards, has_effects
 from fshard.ops.trace.draw_layouts import assign_draw_layouts
 from fshard.ops.trace.functionalize import ClosureGuard, check_writes, functional, writes
+from fshard.ops.trace.inference import inference_without_grad
 from fshard.ops.trace.inner_gradients import (
     AboveAutograd,
     BelowAutograd,
@@ -179,6 +180,7 @@ def trace(
     with (
         _TRACE_LOCK,
         without_dispatch_modes(),
+        inference_without_grad(trace_depth),
         hidden,
         recorded_regions() as regions,
         recorded_checkpoints() as checkpoints,

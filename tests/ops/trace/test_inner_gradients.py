@@ -364,3 +364,43 @@ def test_default_dtype_is_noticed() -> None:
             assert part(torch.ones(4, 3, dtype=torch.float32)).dtype == dtype
     finally:
         torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("takes_gradients", [False, True])
+def test_inference_blocks_have_no_history(takes_gradients: bool) -> None:
+    def fn(a: Tensor, b: Tensor) -> list[Tensor]:
+        if takes_gradients:
+            a = a + torch.autograd.grad((b * b).sum(), b, create_graph=True)[0]
+        with torch.inference_mode():
+            first, without = (a + b).sin(), torch.inference_mode(mode=False)
+            with without:
+                within = a * b
+                with torch.no_grad():
+                    inner = a * 3
+            with torch.enable_grad():
+                last = b * 5
+        decorated = torch.inference_mode()(torch.cos)(a)
+        return [first, within, inner, last, decorated, a + b]
+
+    a, b = sample(4, 3), sample(4, 3)
+    results = fs.partition(fn, mesh=MESH, in_specs=(P("dp"), P("dp")))(a, b)
+    expected = fn(a, b)
+    tracked = [y.requires_grad for y in expected]
+    assert tracked == [False, True, False, False, False, True]
+    assert [y.requires_grad for y in results] == tracked
+    torch.testing.assert_close([y.detach() for y in results], [y.clone() for y in expected],
+                               check_device=False)  # fmt: skip
+    grads = [torch.autograd.grad(ys[1].sum() + ys[5].sum(), (a, b)) for ys in (results, expected)]
+    torch.testing.assert_close(*grads)
+    assert torch.ones(2, requires_grad=True).sin().requires_grad
+
+
+def test_inference_block_that_raises_ends() -> None:
+    def fn(a: Tensor) -> Tensor:
+        try:
+            with torch.inference_mode():
+                raise ValueError
+        except ValueError:
+            return a * 2
+
+    assert fs.partition(fn, mesh=MESH)(sample(4, 3)).requires_grad

@@ -351,3 +351,55 @@ def test_forward_mode_in_simulated_bodies(name: str, check: bool) -> None:
         expected = transform(dense, x) + transform(dense, 2 * x)
         torch.testing.assert_close(mapped(x), expected, rtol=1e-10, atol=1e-10)
     assert forward_ad_level() == -1
+
+
+# -- trees of pairs -------------------------------------------------------------------------
+
+PAIR_MESH = Mesh(dp=2, tp=2)
+LAYOUTS = [
+    P("tp"), P(), P(reduced={"dp"}), P(None, "tp", reduced={"dp"}), P("tp", unreduced={"dp"}),
+]  # fmt: skip
+
+
+def squares(params: Any) -> torch.Tensor:
+    """Return a loss of the global values; the tree keeps the parameters' specs."""
+    specs = [leaf.spec for leaf in (params["w"], params["b"])]
+    params = torch.utils._pytree.tree_map(lambda x: 2 * x, params)
+    assert [leaf.spec for leaf in (params["w"], params["b"])] == specs
+    w, b = (fs.unshard(fs.reshard(params[name], P())) for name in ("w", "b"))
+    return (w * w).sum() + (w[0] * b).sum()
+
+
+def squares_densely(w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return 4 * ((w * w).sum() + (w[0] * b).sum())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_gradients_of_pairs_have_dual_layouts(layout: P) -> None:
+    g = torch.Generator().manual_seed(0)
+    w, b = (torch.randn(*shape, generator=g, dtype=torch.float64) for shape in ((4, 6), (6,)))
+    params = {"w": fs.shard(w, PAIR_MESH, layout), "b": fs.shard(b, PAIR_MESH, P())}
+    expected = grad(squares_densely, (0, 1))(w, b)
+    value, back = vjp(squares, params)
+    for grads in (grad(squares)(params), *back(torch.ones_like(value))):
+        assert [grads[name].spec for name in "wb"] == [params[name].spec.dual for name in "wb"]
+        found = [fs.unshard(grads[name]) for name in "wb"]
+        torch.testing.assert_close(found, list(expected), rtol=1e-10, atol=1e-10)
+    # A gradient's gradient is of the pair again: its layout is that of the first one.
+    curvature = grad(lambda p: fs.unshard(grad(squares)(p)["w"]).square().sum())(params)
+    dense = grad(lambda w: grad(squares_densely)(w, b).square().sum())(w)
+    assert curvature["w"].spec == params["w"].spec.dual
+    torch.testing.assert_close(fs.unshard(curvature["w"]), dense, rtol=1e-10, atol=1e-10)
+
+
+def test_cotangents_of_pairs_have_dual_layouts() -> None:
+    x = torch.arange(4.0, dtype=torch.float64)
+    pair = fs.shard(x, PAIR_MESH, P("tp", reduced={"dp"}))
+    target = P("tp", unreduced={"dp"})
+    result, back = vjp(lambda p: fs.reshard(p, target), fs.shard(x, PAIR_MESH, P("tp")))
+    assert result.spec.partition == target
+    (gradient,) = back(fs.Sharded(pair.local, result.spec.dual))
+    assert gradient.spec.partition == P("tp")
+    torch.testing.assert_close(fs.unshard(gradient), x)
+    with pytest.raises(RuntimeError, match="pytree structure of cotangents"):
+        back(fs.Sharded(pair.local, result.spec))
