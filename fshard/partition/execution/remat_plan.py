@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fshard._util.errors import fail
@@ -204,10 +203,6 @@ class _Chooser:
                 row = row_of(line.strategy.call.op)
                 is_pointwise = row is not None and row.generator is pointwise
                 return is_pointwise and self.recomputed.issuperset(operands) and bool(operands)
-            case Operation() if torch.Tag.nondeterministic_seeded in getattr(
-                line.strategy.call.op, "tags", ()
-            ):
-                return False
             case Operation():
                 call, specs = line.strategy.call, line.strategy.in_specs
                 args, kwargs = fill_call(call.args, call.kwargs, Meta, specs)
