@@ -9,7 +9,7 @@ so they draw the same values again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -146,7 +146,9 @@ def remat_candidates(
 ) -> RematPlan:
     """Return the units that a policy recomputes, whether or not the backward pass needs them.
 
-    What is recomputed from an argument that the function writes, is kept.
+    What is recomputed from an argument that the function writes, is kept. So is what collectives
+    return, where some rank has an empty shard: its operations may not read what the other ranks
+    gather again, which would wait for it.
 
     Args:
         lines: the lines in the order of execution.
@@ -163,7 +165,7 @@ def remat_candidates(
             picks.setdefault(line.source.value, []).append(line)
         elif isinstance(line, WaitBatch):
             waits[line.source.value] = line
-    chooser = _Chooser(remat, tensors, where)
+    chooser = _Chooser(remat, lines, tensors, where)
     units: list[RecomputedUnit] = []
     for line in lines:
         if isinstance(line, LaunchBatch):
@@ -189,9 +191,12 @@ def remat_candidates(
 class _Chooser:
     """Answers of a policy for lines, in their order; `recomputed` are the values so far."""
 
-    def __init__(self, remat: Remat, tensors: Collection[int], where: str) -> None:
+    def __init__(
+        self, remat: Remat, lines: Sequence[Line], tensors: Collection[int], where: str
+    ) -> None:
         self.remat, self.tensors, self.where = remat, tensors, where
         self.recomputed: set[int] = set()
+        self.sends = not any(isinstance(line, Operation) and _has_empty(line) for line in lines)
 
     def recomputes(self, line: Line) -> bool:
         """Return True if a line's results are not kept."""
@@ -213,6 +218,8 @@ class _Chooser:
 
     def recomputes_program(self, prog: Program, source: Ref) -> bool:
         """Return True if the result of a redistribution is not kept."""
+        if not self.sends and not prog.is_local:
+            return False
         if self.remat == GATHERS:
             return source.value in self.tensors and not prog.is_local
         return self.answer(prog, prog.src)
@@ -230,7 +237,5 @@ class _Chooser:
         return answer in RECOMPUTED
 
 
-def again(plan: RematPlan | None) -> Iterator[ir.Plan]:
-    """Yield what the backward pass launches again."""
-    for line in plan.lines if plan is not None else ():
-        yield from ir.forward_plans(line)
+def _has_empty(line: Operation) -> bool:
+    return any(0 in sizes for spec in line.strategy.in_specs for sizes in spec.sizes if sizes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -81,7 +82,7 @@ def segments(
     producers, ends = plan.producers, {id(unit.lines[0]): i for i, unit in enumerate(plan.units)}
     kept = {*outputs, *plan.bases}
     groups: list[tuple[list[Line], int | None]] = [([], None)]
-    for line, following in zip(lines, (*lines[1:], None), strict=True):
+    for line, following in itertools.zip_longest(lines, lines[1:]):
         unit = ends.get(id(line))
         if unit is not None:
             groups.append(([], unit))

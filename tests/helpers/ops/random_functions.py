@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from random import Random
+from typing import Any
 
 import torch
 
@@ -70,6 +71,11 @@ def random_pair(r: Random, x: torch.Tensor, spec: Spec) -> Sharded:
 # -- a program on layouts -------------------------------------------------------------------
 
 
+def keeps_half(op: Any, *args: Any, **kwargs: Any) -> bool:
+    """Policy that keeps the results of operations with an even number of letters."""
+    return len(str(op)) % 2 == 0
+
+
 class RandomCase:
     """Program with layouts of its inputs and outputs, and its results on one device."""
 
@@ -85,8 +91,11 @@ class RandomCase:
             random_spec(r, self.mesh, x, linear=True) if r.random() < 0.4 else None for x in outputs
         ]
         self.seed = r.randrange(1000)
-        self.part = fs.partition(lambda *xs: self.program.run(xs), mesh=self.mesh,
-                                 in_specs=tuple(self.specs), out_specs=self.out_specs)  # fmt: skip
+        self.remat = r.choice([None, None, "gathers", "all", keeps_half])
+        self.part = fs.partition(
+            lambda *xs: self.program.run(xs), mesh=self.mesh, in_specs=tuple(self.specs),
+            out_specs=self.out_specs, remat=self.remat,
+        )  # fmt: skip
 
     def inputs(self) -> list[torch.Tensor]:
         return [x.detach().clone().requires_grad_(x.requires_grad) for x in self.program.inputs]
@@ -140,7 +149,8 @@ class RandomCase:
 
     def __str__(self) -> str:
         inputs = ", ".join(map(str, self.specs))
-        return f"{self.program}\non {self.mesh} in {inputs} out {[*map(str, self.out_specs)]}"
+        outputs = [*map(str, self.out_specs)]
+        return f"{self.program}\non {self.mesh} in {inputs} out {outputs} remat {self.remat}"
 
     __repr__ = __str__
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -125,8 +126,8 @@ def keeps(*names: str) -> Policy:
 
 FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "dropout": remat_cases.dropped,
-    "loss": lambda w, x: torch.nn.functional.cross_entropy(x @ w, x.argmax(1) % w.shape[1]),
-    "attention": lambda w, x: torch.nn.functional.scaled_dot_product_attention(
+    "loss": lambda w, x: F.cross_entropy(x @ w, x.argmax(1) % w.shape[1]),
+    "attention": lambda w, x: F.scaled_dot_product_attention(
         (x @ w).view(2, -1, 2, 4).transpose(1, 2), *[x.view(2, -1, 2, 4).transpose(1, 2)] * 2
     ).square().mean(),
     "views": lambda w, x: torch.cat((x @ w).tanh().split(4, 1)[::-1], 1).T.exp().sum(),
@@ -202,6 +203,35 @@ def test_explain_marks_what_runs_again() -> None:
     total = sum(int(cell.removesuffix(" B").replace(",", "")) for cell in cells if cell)
     assert total == plain.trace(pairs, x).saved_bytes().total
     assert "↻" not in str(plain.explain())
+
+
+def test_ranks_with_empty_shards_wait_for_no_launch() -> None:
+    """A rank without rows does not read the weight that the other ranks would gather again."""
+    mesh = Mesh(x=2, y=3)
+    rows = fs.Spec(mesh, P(("y", "x")), shape=(3, 2), dtype=F64, uneven="chunk")
+
+    def fn(w: Tensor, b: Tensor) -> Tensor:
+        return F.linear(F.pad(w, (0, 0, 1, 0)), w, b).square().sum()
+
+    w, b = (random_global(s, F64, i).requires_grad_() for i, s in enumerate([(3, 2), (3,)]))
+    expected = torch.autograd.grad(fn(w, b), (w, b))
+    part = fs.partition(fn, mesh=mesh, in_specs=(rows, P("y")), out_specs=P(), remat="all")
+
+    def of_rank() -> list[Tensor]:
+        xs = [w.detach().requires_grad_(), b.detach().requires_grad_()]
+        pairs = [fs.shard(x, spec) for x, spec in zip(xs, part.trace(w, b).in_specs, strict=True)]
+        return [*torch.autograd.grad(fs.unshard(part(*pairs)), xs)]
+
+    for grads in fs.simulate(mesh, of_rank):
+        torch.testing.assert_close(grads, [*expected], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("remat", ["gathers", "all"])
+def test_a_function_without_operations_has_nothing_to_recompute(remat: Any) -> None:
+    part = fs.partition(lambda x: x, mesh=MESH, in_specs=P("x"), remat=remat)
+    x = torch.ones(4, requires_grad=True)
+    assert torch.equal(part(x), x)
+    assert part.trace(x).saved_bytes().total == 0
 
 
 # -- writes, other hooks, transforms -----------------------------------------------------------
