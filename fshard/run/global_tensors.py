@@ -261,7 +261,9 @@ def local_view(x: torch.Tensor, spec: Spec) -> Any:
 def unshard(pair: Pair, /) -> torch.Tensor:
     """Return the global tensor of a pair on every rank, by gathers and reductions.
 
-    The gradient is sharded as `spec.dual` says: slices, without communication.
+    The gradient is sharded as `spec.dual` says: slices, without communication. Where ranks use the
+    tensor for different work, so that its gradient is a sum over them, `fs.reshard(pair,
+    fs.P(reduced=axes)).local` is the tensor to use, as DTensor's `full_tensor(grad_placements=)`.
 
     Args:
         pair: `(local, spec)`; the local is this rank's tensor, or in a simulation all shards.
@@ -451,7 +453,7 @@ def scatter(
     (tensor([0., 1.]), tensor([2., 3.]))
     """
     _check_layout(spec, partition, "fs.scatter")
-    mesh = spec if isinstance(spec, Mesh) else spec.mesh
+    mesh = spec.mesh if isinstance(spec, Spec) else as_mesh(spec, "fs.scatter")
     if src not in mesh:
         fail("fs.scatter", f"src={src} on {mesh}", f"src must be one of {list(mesh.ranks)}",
              f"src={mesh.ranks[0]}")  # fmt: skip
@@ -463,7 +465,8 @@ def scatter(
     device = getattr(transport, "device", torch.device("cpu"))
     if transport.rank not in mesh:
         if not isinstance(spec, Spec):  # the shape is not sent to this rank
-            spec = Spec(mesh, partition or PartitionSpec(), shape=(0,) * len(partition or ()))
+            p = partition if isinstance(partition, PartitionSpec) else PartitionSpec()
+            spec = Spec(mesh, p, shape=(0,) * len(p))
         return Sharded(torch.empty(0, dtype=spec.dtype, device=device), spec)
     x = tensor if transport.rank == src and isinstance(tensor, torch.Tensor) else None
     header = header_of(x, device)
@@ -475,11 +478,11 @@ def scatter(
             tuple(mesh.ranks),
         )()
     shape, dtype, requires_grad = read_header(received)
-    if isinstance(spec, Mesh):
+    if not isinstance(spec, Spec):
         if shape is None or dtype is None:
             fail("fs.scatter", f"on rank {src} no tensor", "rank src must hold a tensor",
                  "pass the global tensor on rank src")  # fmt: skip
-        spec = _spec_on(mesh, partition or PartitionSpec(), shape, dtype)
+        spec = _spec_on(mesh, partition_of(mesh, partition, len(shape)), shape, dtype)
     if shape != spec.shape or dtype != spec.dtype:
         given = "no tensor" if shape is None else f"a tensor of shape {shape} and {dtype}"
         fail("fs.scatter", f"on rank {src} {given}", f"for {spec} it must have shape "

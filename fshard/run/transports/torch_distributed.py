@@ -345,7 +345,8 @@ def init(
 
     Args:
         mesh: a mesh whose ranks exist; others may be used later.
-        backend: "nccl" or "gloo"; by default NCCL with CUDA, else gloo.
+        backend: "nccl" or "gloo"; by default NCCL with CUDA, else gloo. For other backends along
+            some axes pass a mesh of `init_device_mesh(..., backend_override={"dp": "gloo"})`.
         timeout: seconds that this call and collectives wait for other ranks. None keeps that of an
             earlier call. Process groups that exist already keep their own.
 
@@ -358,6 +359,10 @@ def init(
     ...     fs.init(fs.Mesh(x=2), timeout=60)
     """
     mesh = as_mesh(mesh, "fs.init")
+    if backend is not None and not isinstance(backend, str):
+        fail("fs.init", f"backend={backend!r}", "the backend must be a string, that of all axes",
+             'init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp"), '
+             'backend_override={"dp": "gloo"}) as the mesh')  # fmt: skip
     register_meta_kernels()
     if not dist.is_initialized():
         required = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

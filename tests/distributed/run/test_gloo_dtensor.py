@@ -120,3 +120,54 @@ def test_other_arguments_are_refused(case: str) -> None:
     call, message = BAD[case]
     with pytest.raises(fs.ShardingError, match=message):
         call()
+
+
+def device_meshes() -> list[str]:
+    """Use device meshes of several constructors, and placements, where a mesh and a P are."""
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    names = ("dp", "tp")
+    override = {"dp": "gloo", "tp": "gloo"}
+    device_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names, backend_override=override)
+    fs.init(device_mesh)
+    groups = [device_mesh.get_group(name) for name in names]
+    of_groups = DeviceMesh.from_group(
+        groups, "cpu", torch.arange(4).view(2, 2), mesh_dim_names=("p", "q")
+    )
+    assert Mesh.from_device_mesh(of_groups) == Mesh(p=2, q=2)
+    rank = torch.distributed.get_rank()
+    x = torch.arange(8.0) if rank == 0 else None
+    pairs = [
+        fs.scatter(x, device_mesh, P("tp")),
+        fs.scatter(x, device_mesh, (Replicate(), Shard(0))),
+        fs.scatter(x, device_mesh["tp"], P("tp")) if rank < 2 else None,
+        fs.from_local(torch.ones(2), device_mesh, (Shard(0), Partial())),
+        fs.psum(torch.ones(2), "q", mesh=of_groups),
+        fs.psum(torch.ones(2), "tp", mesh=device_mesh["tp"]),
+    ]
+    w = torch.ones(4, requires_grad=True)
+    sharded = fs.shard(w, device_mesh, P("tp"))
+    full = fs.reshard(sharded, P(reduced={"tp", "dp"})).local
+    (full * (rank + 1)).sum().backward()  # each rank's own term of the loss
+    assert w.grad is not None
+    return [str(getattr(value, "spec", value)) for value in (*pairs, w.grad)]
+
+
+def test_device_meshes_and_placements_are_taken() -> None:
+    for rank, texts in enumerate(run_ranks(4, device_meshes)):
+        assert texts == [
+            "f32[8@tp]", "f32[8@tp]", "f32[8@tp]" if rank < 2 else "None",
+            "f32[4@dp]{unreduced: tp}", "tensor([2., 2.])", "tensor([2., 2.])",
+            "tensor([10., 10., 10., 10.])",
+        ]  # fmt: skip
+
+
+def backend_by_axis() -> str:
+    with pytest.raises(fs.ShardingError) as caught:
+        fs.init(MESH, backend={"dp": "gloo"})  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+def test_a_backend_by_axis_is_refused_with_a_fix() -> None:
+    assert all("backend_override=" in text for text in run_ranks(4, backend_by_axis))
