@@ -121,7 +121,8 @@ def append_cache_key(tree: Any, leaves: list[Any], key: list[Any]) -> None:
     Pairs are appended as `Sharded`.
 
     Trees with equal keys have one structure and equal specs; their tensors agree in shape, dtype,
-    device and, outside of pairs, `requires_grad`; their other leaves agree in type.
+    device and, outside of pairs, `requires_grad` and layout in memory; their other leaves agree in
+    type.
 
     >>> leaves, key = [], []
     >>> append_cache_key({"b": 1, "a": [torch.ones(2)]}, leaves, key)
@@ -133,7 +134,7 @@ def append_cache_key(tree: Any, leaves: list[Any], key: list[Any]) -> None:
         leaves.append(tree)
         # Sizes that are symbols are equal to no other key.
         shape = object() if has_symbolic_sizes(tree) else tree.shape
-        key += (shape, tree.dtype, tree.device, tree.requires_grad)
+        key += (shape, tree.dtype, tree.device, tree.requires_grad, tree.layout)
     elif kind is Sharded or (kind is tuple and is_pair(tree)):
         pair = tree if kind is Sharded else Sharded(*tree)
         leaves.append(pair)

@@ -341,11 +341,10 @@ def partition(
     traces anew, or reuses the trace of an equal state, as after `train()` and `eval()`. Tensors
     that the function closes over are replicated and read by each call: values written in place,
     as by an optimizer or `load_state_dict`, need no new trace. Not guarded are larger containers,
-    arrays of more than 256 elements, names that the code computes (`getattr(x, "a" + b)`), state
-    that constructors called in it read, iterators, lists and dicts that the function itself fills
-    as it is traced, and globals of installed packages and of Python, as `os.environ`. A function
-    that changes a number it reads is traced at every call; one that draws from generators of Python
-    or NumPy is refused.
+    arrays of more than 256 elements, names that the code computes (`getattr(x, "a" + b)`),
+    iterators, lists and dicts that the function itself fills as it is traced, and globals of
+    installed packages and of Python, as `os.environ`. A function that changes a number it reads is
+    traced at every call; one that draws from generators of Python or NumPy is refused.
 
     Args:
         fn: the function, or a module, which is then called with its parameters as the first

@@ -50,7 +50,7 @@ ALWAYS_NAMED = frozenset(
     ("forward", "backward", "setup_context", "__call__", "__wrapped__", "fn", "func")
 )
 """Names that calls of modules, of custom gradients and of wrapped functions read."""
-_CONSTRUCTORS = frozenset(("__init__", "__new__", "__post_init__", "__init_subclass__"))
+CONSTRUCTORS = frozenset(("__init__", "__new__", "__post_init__", "__init_subclass__"))
 _LIBRARIES = sys.stdlib_module_names | {"torch", "fshard", "numpy"}
 
 Read = tuple[Callable[[Any], Any], Any, Any]
@@ -135,6 +135,7 @@ class _Walk:
     def __init__(self, names: frozenset[str], logs: dict[int, Any]) -> None:
         self.filter, self.names, self.logs = names, set(names), logs
         self.weak: set[int] = set()
+        self.kinds: set[int] = set()
         self.containers: list[tuple[Any, int]] = []
         self.generators: list[Any] = []
         self.todo: list[Any] = []
@@ -241,9 +242,10 @@ class _Walk:
             self.items.append(id(value))
             if not _is_library(value.__name__):
                 self.read_named(vars(value))
-        elif isinstance(value, type):
+        elif isinstance(value, type):  # which the code may call
             self.items.append(id(value))
             self.visit_class(value)
+            self.visit_methods(value, CONSTRUCTORS.__contains__)
         else:
             self.visit_object(value)
 
@@ -297,14 +299,23 @@ class _Walk:
             if not _is_library(base.__module__):
                 self.read_size(vars(base))
                 self.read_named(vars(base))
-                for name, method in vars(base).items():  # which operators call without its name
-                    if name.startswith("__") and name not in _CONSTRUCTORS:
-                        self.todo += [method] if isinstance(method, FunctionType) else []
             elif issubclass(base, torch.nn.Module):
                 for name in self.filter & vars(base).keys():
                     function = vars(base)[name]
                     if isinstance(function, FunctionType):
                         self.names |= _names_in(function.__code__)
+
+        # Operators call special methods without their names.
+        self.visit_methods(kind, lambda name: name.startswith("__") and name not in CONSTRUCTORS)
+
+    def visit_methods(self, kind: type, is_called: Callable[[str], bool]) -> None:
+        """Visit the methods with some names of a class and its bases outside of libraries."""
+        for base in kind.__mro__:
+            if base not in BASE_CLASSES and not _is_library(base.__module__):
+                for name, method in vars(base).items():
+                    function = getattr(method, "__func__", method)  # of a static method, as __new__
+                    if is_called(name) and isinstance(function, FunctionType):
+                        self.todo.append(function)
 
     def visit_object(self, value: Any) -> None:
         """Visit the named attributes of an object, and those of its class."""
@@ -323,7 +334,12 @@ class _Walk:
                 self.read(attrgetter(name), value, getattr(value, name))
         if type(value).__module__ == "numpy" and getattr(value, "size", MAX_ITEMS + 1) <= MAX_ITEMS:
             self.compare(methodcaller("tobytes"), value)
-        self.todo.append(type(value))
+        kind = type(value)
+        if id(kind) not in self.kinds:  # not in `seen`: the code may call the class, too
+            self.kinds.add(id(kind))
+            self.objects.append(kind)
+            self.items.append(id(kind))
+            self.visit_class(kind)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -362,6 +362,20 @@ def _global_spec(
     return Spec(mesh, p, shape=shape, dtype=dtype, sizes=sizes)
 
 
+def result_problems(result: Any, leaves: Sequence[Any]) -> list[Problem]:
+    """Return the problems of the leaves of a mapped function's result, in any out spec."""
+    problems: list[Problem] = []
+    for leaf, path in zip(leaves, paths(result, "result"), strict=True):
+        opaque = opaque_problem(leaf, path)
+        if opaque is not None:
+            problems.append(opaque)
+        elif isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided:
+            problems.append(Problem(f"{path}: a tensor of {leaf.layout}",
+                                    "a tensor that is returned must be dense",
+                                    "return x.to_dense()"))  # fmt: skip
+    return problems
+
+
 def check_non_tensors(where: str, results: Iterable[tuple[str, Any, Any]]) -> None:
     """Raise `ShardingError` for results other than tensors whose out spec has axes."""
     raise_if(

@@ -27,7 +27,6 @@ from fshard.layout.tree import (
     append_cache_key,
     broadcast_prefix,
     flatten,
-    opaque_problem,
     paths,
     unflatten,
 )
@@ -42,6 +41,7 @@ from fshard.spmd.boundary import (
     empty_results,
     gradient_check,
     plan_arguments,
+    result_problems,
     result_specs,
 )
 from fshard.spmd.closure_inputs import call_function, replaced_closures
@@ -388,8 +388,7 @@ class MappedCall:
         tree = trees.get(tuple(key))
         if tree is None:
             tensors = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
-            problems = map(opaque_problem, leaves, paths(result, "result"))
-            raise_if(self.function.where, [problem for problem in problems if problem is not None])
+            raise_if(self.function.where, result_problems(result, leaves))
             tree = trees[tuple(key)] = ResultTree(flatten(result)[1], tensors)
         ys = tuple([leaves[index] for index in tree.tensor_indices])
         for index in tree.tensor_indices:

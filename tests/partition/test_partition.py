@@ -106,6 +106,25 @@ def test_bias_does_not_change_the_strategy_of_a_linear_layer(tokens: int) -> Non
         assert outputs[0] == fs.Spec(mesh, expected, shape=(tokens, 256))
 
 
+@pytest.mark.parametrize("width", [32, 128])
+def test_sharded_parameters_are_gathered_for_tiny_batches_too(width: int) -> None:
+    """Once one parameter is gathered, gathers of others have no latency of their own."""
+
+    def layers(table: Any, params: list[torch.Tensor], words: torch.Tensor) -> torch.Tensor:
+        x = F.embedding(words, table)
+        for weight, bias in zip(params[::2], params[1::2], strict=True):
+            x = F.linear(x, weight, bias).tanh()
+        return x.sum()
+
+    mesh = Mesh(x=2)
+    part = fs.partition(layers, mesh=mesh, in_specs=P("x"), out_specs=P())
+    shapes = [(width, width), (width,)] * 4
+    table, *params = (fs.Spec(mesh, P("x"), shape=shape) for shape in [(64, width), *shapes])
+    call = part.trace(table, params, fs.Spec(mesh, P("x"), shape=(4, 8), dtype=torch.int64))
+    assert collectives_of(call)[0] == {("AllGather", ("x",)): 9, ("AllReduce", ("x",)): 1}
+    assert call.cost().launches == 2
+
+
 def test_constraint_or_out_spec_becomes_reduce_scatter() -> None:
     part = fs.partition(mlp, mesh=MESH, params={"a": P(None, "tp"), "b": P("tp")},
                         in_specs=(P("dp"),), out_specs=P(("dp", "tp")))  # fmt: skip

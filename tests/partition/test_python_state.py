@@ -409,3 +409,28 @@ def test_names_of_attributes_are_not_names_of_globals() -> None:
     before = state.key()
     namespace["scale"] += 1.0
     assert state.key() is not before
+
+
+class Constructed:
+    """Object whose constructor reads a global."""
+
+    def __new__(cls) -> Constructed:
+        made = super().__new__(cls)
+        made.shift = table["shift"]
+        return made
+
+    def __init__(self) -> None:
+        self.factor = scale
+
+    shift: float
+
+
+@pytest.mark.parametrize("instance", [None, Constructed()], ids=["class", "class and instance"])
+def test_state_that_a_constructor_reads_is_seen(instance: Constructed | None) -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        made = Constructed()
+        kept = 0.0 if instance is None else instance.factor
+        return x * made.factor + made.shift + kept
+
+    check_sees(fn, lambda: set_scale(3.0))
+    check_sees(fn, lambda: table.update(shift=4.0))

@@ -127,3 +127,22 @@ def test_reshard_waits_later() -> None:
     assert all(a.data_ptr() != b.data_ptr() for a, b in zip(same.local, PAIR.local, strict=True))
     locals_ = fs.simulate(MESH, lambda p: fs.reshard(p, P(), async_op=True).wait().local, PAIR)
     assert all(torch.equal(local, X) for local in locals_)
+
+
+@pytest.mark.parametrize("call", [
+    lambda: fs.simulate(MESH, MESH),  # type: ignore[arg-type]
+    lambda: fs.start([fs.psum], X, "x"),  # type: ignore[arg-type]
+], ids=["simulate", "start"])  # fmt: skip
+def test_values_in_the_place_of_functions_are_refused(call: Callable[[], Any]) -> None:
+    with pytest.raises(ShardingError, match="argument must be a"):
+        call()
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_sparse_results_of_mapped_functions_are_refused(check: bool) -> None:
+    body = lambda x, sparse: {"y": x.to_sparse() if sparse else x}  # noqa: E731
+    f = fs.shard_map(body, mesh=MESH, in_specs=(P("x"), None), out_specs=P("x"), check=check)
+    assert torch.equal(f(torch.eye(4), False)["y"], torch.eye(4))
+    with pytest.raises(ShardingError, match="a tensor that is returned must be dense") as raised:
+        f(torch.eye(4), True)
+    assert "result['y']: a tensor of torch.sparse_coo" in str(raised.value)

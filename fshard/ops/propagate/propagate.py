@@ -48,7 +48,7 @@ from fshard.ops.core.rule import rule as parse_rule
 from fshard.ops.core.sharding_lists import rule_from_shardings
 from fshard.ops.meta.result_metas import result_metas
 from fshard.ops.propagate.foreach import foreach_strategy, is_foreach
-from fshard.ops.propagate.select import Held, select_strategy
+from fshard.ops.propagate.select import NO_ARGUMENTS, Arguments, Held, select_strategy
 from fshard.ops.strategy.strategy import Strategy
 from fshard.ops.trace.trace import trace
 from fshard.program.cost.topology import Topology
@@ -162,7 +162,7 @@ class _Options(NamedTuple):
     local: bool = False
     hint: PartitionSpec | None = None
     held: Held = frozenset()
-    arguments: frozenset[int] = frozenset()
+    arguments: Arguments = NO_ARGUMENTS
 
 
 def strategy_for(
@@ -173,7 +173,7 @@ def strategy_for(
     grad: bool,
     hint: PartitionSpec | None = None,
     held: Held = frozenset(),
-    arguments: frozenset[int] = frozenset(),
+    arguments: Arguments = NO_ARGUMENTS,
 ) -> Strategy:
     """Return the strategy of `propagate`, with the last three of `select_strategy`."""
     options = _Options(topology, grad, hint=hint, held=held, arguments=arguments)
@@ -205,7 +205,7 @@ def _strategy(
     metas, named = map_call(args, kwargs, Spec, Meta.of)
     overload = overload_of(op, metas, named)
     if is_foreach(functional := functional_of(overload)):
-        unhinted = options._replace(hint=None, held=frozenset(), arguments=frozenset())
+        unhinted = options._replace(hint=None, held=frozenset(), arguments=NO_ARGUMENTS)
         strategy_of = lambda op, args, kwargs: _strategy(op, args, kwargs, unhinted)  # noqa: E731
         return foreach_strategy(functional, args, kwargs, specs, strategy_of, grad=options.grad)
     call, tree = call_and_tree(overload, metas, named)

@@ -34,6 +34,20 @@ Held = frozenset[tuple[int, str]]
 """Indices of operands and axes along which they stay sharded."""
 
 
+class Arguments(NamedTuple):
+    """Operands that exist before the call, whose equal collectives are one launch.
+
+    `launched` are the axis, the states before and after, and the bytes of an element of those
+    collectives that are launched for other operations anyway.
+    """
+
+    operands: frozenset[int] = frozenset()
+    launched: frozenset[tuple[str, str, str, int]] = frozenset()
+
+
+NO_ARGUMENTS = Arguments()
+
+
 class _Option(NamedTuple):
     """A role of one axis, its cost, and True if it sends.
 
@@ -57,7 +71,7 @@ def select_strategy(
     local: bool = False,
     hint: PartitionSpec | None = None,
     held: Held = frozenset(),
-    arguments: frozenset[int] = frozenset(),
+    arguments: Arguments = NO_ARGUMENTS,
 ) -> Strategy | None:
     """Return the fastest strategy of a call whose operands have the layouts `specs`.
 
@@ -71,7 +85,7 @@ def select_strategy(
         local: leave out strategies that send; None is returned if all do.
         hint: the partition that the first result is requested in later.
         held: operands that must stay sharded along axes, where the rule has such a role.
-        arguments: operands that exist before the call: their equal collectives are one launch.
+        arguments: operands that exist before the call.
     """
     mesh = specs[0].mesh
     lengths = factor_sizes(rule, call)
@@ -146,7 +160,7 @@ def _options_by_axis(
     local: bool,
     hinted: Mapping[str, str],
     held: Held,
-    arguments: frozenset[int],
+    arguments: Arguments,
 ) -> dict[str, list[_Option]]:
     """Return the options of every axis in the order of their costs."""
     mesh = specs[0].mesh
@@ -162,7 +176,8 @@ def _options_by_axis(
         links = role_costs.axis_links(topology, mesh, axis)
         on_axis = tuple(by_name[axis] for by_name in states)
         stays = frozenset(operand for operand, held_axis in held if held_axis == axis)
-        key = n, links, hint, stays, on_axis
+        launched = frozenset(kind[1:] for kind in arguments.launched if kind[0] == axis)
+        key = n, links, hint, stays, on_axis, launched
         if key not in cached:
             # A lower bound for the results: all other axes may shard them.
             least = [(size * n // mesh.size, item) for size, item in results]
@@ -173,7 +188,8 @@ def _options_by_axis(
             )
             context = _AxisContext(topology, links, n, on_axis, names, operands, sources, least,
                                    total * n / mesh.size, lengths, grad, local,
-                                   arguments, [{} for _ in specs])  # fmt: skip
+                                   arguments.operands, launched,
+                                   [{} for _ in specs])  # fmt: skip
             keeping = [role for role in roles if all(role.operands[i] == on_axis[i]
                        for i in stays if on_axis[i].name == "sharded")]  # fmt: skip
             for choice in (keeping, roles) if stays else (roles,):
@@ -194,8 +210,8 @@ class _AxisContext(NamedTuple):
     `operands` and `results` are pairs of a tensor's local bytes and the bytes of an element;
     `unsharded_operands` are the local bytes of all operands, unsharded on this axis; `work`
     is the seconds to compute if the axis shards nothing; equal collectives of the operands
-    `arguments` are one launch; `changes` caches for every operand the
-    cost of a change to a state.
+    `arguments` are one launch, and those in `launched` have none of their own; `changes` caches for
+    every operand the cost of a change to a state.
     """
 
     topology: Topology
@@ -211,6 +227,7 @@ class _AxisContext(NamedTuple):
     grad: bool
     local: bool
     arguments: frozenset[int]
+    launched: frozenset[tuple[str, str, int]]
     changes: list[dict[AxisState, ChangeCost | None]]
 
 
@@ -224,7 +241,7 @@ def _option(role: Role, index: int, axis: _AxisContext, hinted: bool) -> _Option
         return None
     time = back = 0.0
     sends = False
-    launched: set[tuple[str, str, int]] = set()
+    launched = {*axis.launched}
     for operand, dst in enumerate(role.operands):
         changes = axis.changes[operand]
         change = changes[dst] if dst in changes else _change(axis, operand, dst)

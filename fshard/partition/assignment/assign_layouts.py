@@ -371,7 +371,7 @@ class LayoutAssigner:
         grad = self.grad and any(tensor.grad for tensor in operands)
         layouts = [list(tensor.available(self.grad)) for tensor in operands]
         held = frozenset((i, axis) for i, x in enumerate(operands) for axis in x.held)
-        arguments = frozenset(i for i, x in enumerate(operands) if x.is_argument)
+        arguments = self.assignment.arguments_of(operands)
         combinations = itertools.islice(itertools.product(*layouts), MAX_COMBINATIONS)
         strategies = (
             strategy_for(op, *fill_call(args, kwargs, TensorVersions, specs), self.topology, grad,

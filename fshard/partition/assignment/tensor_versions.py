@@ -9,12 +9,13 @@ gradient is scattered first and reduced over the other axes then, as hybrid FSDP
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from fshard.layout.partition_spec import LINEAR, PartitionSpec
 from fshard.layout.spec import Spec
+from fshard.ops.propagate.select import Arguments
 from fshard.ops.trace.checkpoints import CheckpointedCall
 from fshard.partition import ir
 from fshard.partition.ir import Line, Ref
@@ -67,7 +68,8 @@ class Assignment:
 
     `count` is the number of value ids so far. `checkpoints` has for every open checkpointed call
     the layouts that tensors were redistributed to in it: what uses them after it would keep them.
-    `created` are the values that depend on no argument.
+    `created` are the values that depend on no argument. `launched` are the collectives of arguments
+    as of `Arguments`: they are launched together, whatever uses their results.
     """
 
     lines: list[Line] = field(default_factory=list)
@@ -76,6 +78,12 @@ class Assignment:
     count: int = 0
     checkpoints: list[list[tuple[TensorVersions, Spec | Program]]] = field(default_factory=list)
     created: set[int] = field(default_factory=set)
+    launched: frozenset[tuple[str, str, str, int]] = frozenset()
+
+    def arguments_of(self, operands: Sequence[TensorVersions]) -> Arguments:
+        """Return the operands that are arguments of the function, and what is launched for them."""
+        indices = frozenset(i for i, operand in enumerate(operands) if operand.is_argument)
+        return Arguments(indices, self.launched if indices else frozenset())
 
     def copy(self) -> Assignment:
         """Return a copy to which lines can be added on trial."""
@@ -178,7 +186,21 @@ def _add_program(
     out = assignment.new_value()
     assignment.lines.append(ir.Redistribution(out, Ref(value), prog, grad and tensor.grad))
     assignment.time += seconds(prog)
+    if tensor.is_argument:
+        assignment.launched |= _gathers(prog.src, prog.dst)
     return out
+
+
+def _gathers(src: Spec, dst: Spec) -> set[tuple[str, str, str, int]]:
+    """Return the gathers between two layouts, as of `Arguments`."""
+    p, q = src.partition, dst.partition
+    kept = {axis for dim in q.dims for axis in dim}
+    return {
+        (axis, "sharded", "reduced" if axis in q.reduced else "invariant", src.dtype.itemsize)
+        for dim in p.dims
+        for axis in dim
+        if axis not in kept
+    }
 
 
 def _programs(src: Spec, dst: Spec, topology: Topology, *, grad: bool) -> list[Program]:

@@ -29,7 +29,7 @@ from fshard._torch.forward_level import share_forward_level
 from fshard._torch.functorch import forward_ad_level
 from fshard._torch.memory import lazy_clone
 from fshard._torch.thread_state import ThreadSettings
-from fshard._util.errors import ShardingError
+from fshard._util.errors import ShardingError, fail
 from fshard._util.hooks import Hook
 from fshard.layout.mesh import Mesh, as_mesh
 from fshard.layout.sharded import Sharded
@@ -465,6 +465,10 @@ def simulate(mesh: Mesh, fn: Callable[..., Any], /, *args: Any) -> list[Any]:
     [4.0, 4.0]
     """
     mesh = as_mesh(mesh, "fs.simulate")
+    if not callable(fn):
+        fail("fs.simulate", f"a function of type {type(fn).__name__}",
+             "the second argument must be a function, which every rank calls",
+             "fs.simulate(mesh, fn, *args)")  # fmt: skip
 
     def part(value: Any, index: int) -> Any:
         if not is_pair(value):

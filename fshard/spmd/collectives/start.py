@@ -67,7 +67,7 @@ def start(
 @call_while_tracing  # to follow it, the tracer would have to know every collective
 def _check_op(op: Callable[..., Any]) -> None:
     """Raise `ShardingError` for a function that is not a collective of one step."""
-    if op not in COLLECTIVE_PLANS:
+    if not callable(op) or op not in COLLECTIVE_PLANS:
         names = sorted(plan.__name__ for plan in COLLECTIVE_PLANS.values())
         fail("fs.start", f"{getattr(op, '__name__', op)!r}",
              "the first argument must be a collective: " + ", ".join(names),
