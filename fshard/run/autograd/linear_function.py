@@ -201,6 +201,10 @@ def _wider(prog: Program, n: int) -> Program:
 def launch_linear(op: LinearOp, xs: Tensors, where: str) -> FinishAll:
     """Launch `op` on this rank's locals without a gradient; meta and fake tensors send nothing.
 
+    `torch.func.linearize` is refused on processes: it runs the part of its graph that depends on no
+    tangent once and apart, which separates the collectives of values from their waits, and repeats
+    writes into their results at every call. In a simulation the ranks are outside of its graph.
+
     Call it under `torch.no_grad()` where a local requires grad; `apply_linear` adds the gradient.
 
     Raises:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.func import functional_call, grad, vmap
+from torch.func import functional_call, grad, jvp, vjp, vmap
 
 import fshard as fs
 from fshard import Mesh, P, ShardingError
@@ -166,6 +166,34 @@ def test_higher_orders_replay_the_recorded_call() -> None:
     (third,) = torch.autograd.grad(second.sum(), x)
     assert (first.tolist(), second.tolist(), third.tolist()) == ([6.0] * 2, [12.0] * 2, [12.0] * 2)
     assert calls == [2.0, 2.0]
+
+
+def test_transforms_replay_the_recorded_call() -> None:
+    """Python state that changes between the call and its derivatives is not read again."""
+    factor = [2.0]
+    mapped = fs.shard_map(lambda v: v**3 * factor[0], mesh=MESH, in_specs=P("x"), out_specs=P("x"))
+    x, ones = torch.ones(2, dtype=torch.float64), torch.ones(2, dtype=torch.float64)
+    _, back = vjp(mapped, x)
+    _, back_of_tangent = vjp(lambda x: jvp(mapped, (x,), (ones,))[1], x)
+    _, back_of_gradient = vjp(grad(lambda x: mapped(x).sum()), x)
+    factor[0] = 100.0
+    assert back(ones)[0].tolist() == [6.0] * 2
+    assert back_of_tangent(ones)[0].tolist() == [12.0] * 2
+    assert back_of_gradient(ones)[0].tolist() == [12.0] * 2
+    assert vmap(back)(torch.stack([ones, 2 * ones]))[0].tolist() == [[6.0] * 2, [12.0] * 2]
+
+
+def test_operations_without_a_second_derivative_raise() -> None:
+    def distances(x: torch.Tensor) -> torch.Tensor:
+        return torch.cdist(x, x + 1)
+
+    mapped = fs.shard_map(distances, mesh=MESH, in_specs=P("x"), out_specs=P("x"))
+    x = X.clone().requires_grad_()
+    (first,) = torch.autograd.grad(mapped(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="_cdist_backward"):
+        torch.autograd.grad(first.sum(), x)
+    with pytest.raises(RuntimeError, match="_cdist_backward"):
+        grad(lambda x: grad(lambda x: mapped(x).sum())(x).sum())(X)
 
 
 def test_values_that_differ_are_refused_under_transforms() -> None:
