@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from fshard.spmd.mapped_function import MappedFunction
 
 UNTRACED = "simulated ranks, calls in a body and checks of values run uncompiled"
+ENDS_GRAPHS = ("values", "collectives")
+"""Values of `check` with which calls run uncompiled."""
 CONSTANTS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 """Types of leaves, besides callables, that nodes do not take and that are not sharded."""
 
@@ -63,7 +65,7 @@ def traceable(
     def prepare() -> None:
         traced.clear()
         transport, mesh = current_transport(), function.mesh
-        if transport is None or is_simulated() or function.check in ("values", "collectives"):
+        if transport is None or is_simulated() or function.check in ENDS_GRAPHS:
             return
         if mesh is None or transport.rank in mesh:
             traced.append(True)

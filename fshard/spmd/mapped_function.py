@@ -45,7 +45,7 @@ from fshard.spmd.boundary import (
     result_specs,
 )
 from fshard.spmd.closure_inputs import call_function, replaced_closures
-from fshard.spmd.graph_call import compile_on_ranks, traceable
+from fshard.spmd.graph_call import ENDS_GRAPHS, compile_on_ranks, traceable
 from fshard.spmd.in_specs import ArgSignature, Argument, PathSpec, match_specs, read_placements
 from fshard.spmd.mesh_scope import Scope, check_check, local_map_scope, shard_map_scope
 from fshard.spmd.simulated_map import map_ranks, run_body
@@ -91,9 +91,9 @@ def map_function(
     if compiler is not None:  # types are tracked in its graph, not around it
         body, compile_ = compiler
         options |= {"mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
-        return compile_on_ranks(
-            map_function(body, where, axis_names=axis_names, **options), compile_, fn
-        )
+        mapped = map_function(body, where, axis_names=axis_names, **options)
+        # Comparisons of values and of collectives are no part of a graph.
+        return mapped if check in ENDS_GRAPHS else compile_on_ranks(mapped, compile_, fn)
     function = MappedFunction(fn, where, mesh, in_specs, out_specs, axis_names, **options)
 
     @run_uncompiled

@@ -92,9 +92,10 @@ def shard_map(
     layouts of results and the collectives that `explain()` counts. Tensors of the function are
     arguments of the mapped function, not closures; `torch.func` transforms are taken in the body.
 
-    Under `torch.compile` a call on a rank is a part of the graph; simulated ranks run uncompiled.
-    Sizes of plain tensors may be symbols (`dynamic=None`, `True`): one graph serves all sizes that
-    the ranks divide, and a collective on a tree then launches once for each tensor with symbols.
+    Under `torch.compile` a call on a rank is a part of the graph; simulated ranks run uncompiled,
+    and so do calls with the checks "values" and "collectives". Sizes of plain tensors may be
+    symbols (`dynamic=None`, `True`): one graph serves all sizes that the ranks divide, and a
+    collective on a tree then launches once for each tensor with symbols.
     Specs have sizes, so pairs, programs and partitioned functions have a graph for each. Beyond
     `torch._dynamo.config.recompile_limit` they run uncompiled; with `fullgraph=True` PyTorch
     raises.

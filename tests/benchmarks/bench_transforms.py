@@ -1,7 +1,7 @@
-"""Time `torch.compile` on two gloo ranks: mapped calls, a partitioned block, changing sizes.
+"""Time `torch.compile` on two gloo ranks and `torch.func.grad`; count graphs of changing sizes.
 
-`python -m tests.benchmarks.bench_transforms` prints milliseconds of rank 0, the minimum of several
-runs, of a forward and a backward pass.
+`python -m tests.benchmarks.bench_transforms` prints milliseconds of rank 0 of a forward and a
+backward pass, the first one and the minimum of later ones, and numbers of graphs.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from tests.helpers.gloo.harness import run_ranks
 
 MESH = Mesh(i=2)
 Times = dict[str, tuple[float, float]]
+Counts = dict[str, list[int]]
 
 
 def first_and_best(fn: Callable[[], Any], repeats: int = 20) -> tuple[float, float]:
@@ -100,36 +101,80 @@ def partitioned_block() -> Times:
     return times
 
 
-def graphs_of_ten_sizes() -> Times:
-    """Return the numbers of graphs of ten sizes with `dynamic=None` and `dynamic=True`."""
+def graphs_of_ten_sizes() -> Counts:
+    """Return the numbers of graphs of ten sizes, by `dynamic=None` and `dynamic=True`."""
     fs.init(MESH)
-    f = fs.shard_map(lambda x: fs.psum(x.sin(), "i"), mesh=MESH, in_specs=P("i"), out_specs=P())
-    counts: Times = {}
-    for dynamic in (None, True):
-        torch._dynamo.reset()
-        counters = torch._dynamo.utils.counters
-        counters.clear()
-        compiled = torch.compile(lambda x: f(x) * 2, backend="aot_eager", dynamic=dynamic)
-        for size in range(2, 22, 2):
-            compiled(torch.ones(size, 3))
-        graphs = float(counters["stats"]["unique_graphs"])
-        counts[f"graphs, dynamic={dynamic}"] = graphs, graphs
+    mapped = fs.shard_map(
+        lambda x: fs.psum(x.sin(), "i"), mesh=MESH, in_specs=P("i"), out_specs=P()
+    )
+    part = fs.partition(torch.sin, mesh=MESH, in_specs=(P("i"),))
+    functions: dict[str, Callable[..., Any]] = {
+        "collectives": lambda x: fs.all_gather(fs.psum(x, "i", mesh=MESH), "i", mesh=MESH),
+        "mapped tensors": mapped,
+        "redistributed pairs": lambda x: fs.reshard(fs.shard(x, MESH, P("i")), P(None, "i")).local,
+        "partitioned pairs": lambda x: part(fs.shard(x, MESH, P("i"))).local,
+    }
+    counts: Counts = {}
+    for name, fn in functions.items():
+        for dynamic in (None, True):
+            torch._dynamo.reset()
+            counters = torch._dynamo.utils.counters
+            counters.clear()
+            compiled = torch.compile(fn, backend="aot_eager", dynamic=dynamic)
+            for size in range(4, 24, 2):
+                compiled(torch.ones(size, 4))
+            counts.setdefault(name, []).append(counters["stats"]["unique_graphs"])
     return counts
 
 
-def run(measure: Callable[[], Times]) -> Times:
-    """Return the times of this rank."""
+def gradients() -> Times:
+    """Return the times of gradients of three layers by `backward()` and by `torch.func.grad`."""
+    times: Times = {}
+    for name, mesh, size in (("8 ranks, 16 rows", Mesh(i=8), 16), ("2 ranks", Mesh(i=2), 2048)):
+        x = torch.randn(size, 16 if size < 99 else 256)
+        weights = [torch.randn(x.shape[1], x.shape[1]) / 16 for _ in range(3)]
+
+        def body(x: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
+            for w in weights:
+                x = torch.tanh(x @ w)
+            y: torch.Tensor = fs.psum(x.square().sum(), "i")
+            return y
+
+        f = fs.shard_map(body, mesh=mesh, in_specs=(P("i"), P()), out_specs=P())
+
+        def by_backward(f: Any = f, x: Any = x, weights: Any = weights) -> None:
+            f(x, [w.clone().requires_grad_() for w in weights]).backward()
+
+        def by_func(f: Any = f, x: Any = x, weights: Any = weights) -> None:
+            torch.func.grad(lambda weights: f(x, weights))(weights)
+
+        times[f"{name}, backward()"] = first_and_best(by_backward, 60)
+        times[f"{name}, torch.func.grad"] = first_and_best(by_func, 60)
+    return times
+
+
+def run(measure: Callable[[], Any]) -> Any:
+    """Return what this rank measures."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         importlib.import_module("torch._inductor.compile_fx")
         return measure()
 
 
+def show(title: str, times: Times) -> None:
+    """Print the times of a measurement."""
+    print(f"{title:34} {'first ms':>10} {'then ms':>10}")
+    for name, (first, best) in times.items():
+        print(f"  {name:32} {first:10.1f} {best:10.2f}")
+
+
 def main() -> None:
-    for measure in (mapped_calls, partitioned_block, graphs_of_ten_sizes):
-        print(measure.__name__)
-        for name, (first, best) in run_ranks(2, run, measure, timeout=300)[0].items():
-            print(f"  {name:28} first {first:10.1f}  then {best:8.2f}")
+    for measure in (mapped_calls, partitioned_block):
+        show(measure.__name__, run_ranks(2, run, measure, timeout=300)[0])
+    show("gradients, simulated", gradients())
+    print(f"{'graphs of ten sizes, dynamic=':34} {'None':>10} {'True':>10}")
+    for name, (none, always) in run_ranks(2, run, graphs_of_ten_sizes, timeout=300)[0].items():
+        print(f"  {name:32} {none:10} {always:10}")
 
 
 if __name__ == "__main__":
