@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import Problem, fail, raise_if
 from fshard.domain.block_attention import Attention, Drop, Interval
 from fshard.domain.ring_attention import Intervals, RingAttention, contiguous, zigzag
@@ -399,20 +401,33 @@ def _on_pairs(operands: Sequence[Any], options: AttentionOptions) -> Sharded:
     """Return the attention on pairs, a ring if the keys are sharded."""
     pairs = pairs_on_one_mesh(WHERE, operands)
     specs = [pair.spec for pair in pairs]
-    layouts = ring_layouts(specs, check_shapes(specs, options))
-    if layouts is None:
+    plan = _ring_plan(options, *specs)
+    if plan is None:
         mask = pairs[3] if len(pairs) > 3 else None
         result: Sharded = on_pairs(torch.nn.functional.scaled_dot_product_attention)(
             *pairs[:3], mask, options.dropout_p, options.is_causal, scale=options.scale,
             enable_gqa=options.enable_gqa)  # fmt: skip
         return result
-    run = local_map(layouts.body(options, options.drop_key()), out_specs=layouts.result)
+    layouts, run = plan
+    if options.dropout_p:
+        run = local_map(layouts.body(options, options.drop_key()), out_specs=layouts.result)
     moved = [
         pair if pair.spec == spec else reshard(pair, spec)
         for pair, spec in zip(pairs, layouts.operands, strict=True)
     ]
     ring: Sharded = run(*moved)
     return ring
+
+
+@lru_cache(maxsize=CACHE_SIZE)
+def _ring_plan(
+    options: AttentionOptions, *specs: Spec
+) -> tuple[RingLayouts, Callable[..., Any]] | None:
+    """Return the layouts of a ring and its function on pairs, None if keys are not sharded."""
+    layouts = ring_layouts(specs, check_shapes(specs, options))
+    if layouts is None:
+        return None
+    return layouts, local_map(layouts.body(options), out_specs=layouts.result)
 
 
 def zigzag_order(size: int, n: int, /) -> Tensor:

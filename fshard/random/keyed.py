@@ -81,7 +81,7 @@ class KeyedMode(TorchFunctionMode):
             return func(*args, **kwargs)
         if inspect.isfunction(func):
             with self:  # replace the functions that it calls
-                return _without_mode_check(func)(*args, **kwargs)
+                return without_mode_check(func)(*args, **kwargs)
         if effect.name in DRAW_NOTHING:
             return func(*args, **kwargs)
         replacement = REPLACEMENTS.get(effect.name)
@@ -129,13 +129,13 @@ class _TorchWithoutModes:
 
 
 @cache
-def _without_mode_check(func: FunctionType) -> Callable[..., Any]:
+def without_mode_check(func: FunctionType) -> Callable[..., Any]:
     """Copy a function without its `has_torch_function` check, to avoid infinite recursion."""
     names = {**func.__globals__, **_NO_CHECKS, "torch": _TorchWithoutModes()}
     contents = [cell.cell_contents for cell in func.__closure__ or ()]
     # A boolean dispatch closes over two forms of the same function, each with a check.
     closure = tuple(
-        CellType(_without_mode_check(x) if inspect.isfunction(x) else x) for x in contents
+        CellType(without_mode_check(x) if inspect.isfunction(x) else x) for x in contents
     )
     copy = FunctionType(func.__code__, names, func.__name__, func.__defaults__, closure)
     copy.__kwdefaults__ = func.__kwdefaults__

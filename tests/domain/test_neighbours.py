@@ -11,26 +11,12 @@ from hypothesis import strategies as st
 
 import fshard as fs
 from fshard import Mesh, P, ShardingError, Spec
+from tests.helpers.gloo.dense_neighbours import dense_knn, dense_radius
 
 F64 = torch.float64
 TOLERANCE: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-10}
 knn: Any = fs.domain.knn
 radius_search: Any = fs.domain.radius_search
-
-
-def dense_knn(points: torch.Tensor, queries: torch.Tensor, k: Any) -> Any:
-    """Return indices and distances by a stable sort of all distances."""
-    squares = (queries[:, None] - points).square().sum(-1)
-    order = squares.argsort(dim=1, stable=True)[:, :k]
-    offsets = queries[:, None] - points[order]
-    return order, torch.linalg.vector_norm(offsets, dim=-1)
-
-
-def dense_radius(points: torch.Tensor, queries: torch.Tensor, radius: float) -> Any:
-    squares = (queries[:, None] - points).square().sum(-1)
-    rows, columns = (squares.detach() <= radius**2).nonzero(as_tuple=True)
-    distances = torch.linalg.vector_norm(queries[rows] - points[columns], dim=-1)
-    return columns, distances, torch.bincount(rows, minlength=len(queries))
 
 
 @st.composite

@@ -25,6 +25,8 @@ DATA_PARALLEL = ROOT / "examples" / "data_parallel.py"
 PARTITION_GPT = ROOT / "examples" / "partition_gpt.py"
 STATE = ("fsdp", "zero_adamw", "muon")
 """Examples whose `main` trains beside one device and prints bytes beside their formula."""
+RINGS = {"ring_attention": (4, 64), "point_cloud_knn": (3, 80)}
+"""Examples of rings, and the arguments of their `main`."""
 PARTITION_LLAMA = ROOT / "examples" / "partition_llama.py"
 TINY = ["--steps", "3", "--batch", "4", "--length", "8", "--width", "16"]
 GRACE_SECONDS = 40
@@ -34,6 +36,10 @@ COMMANDS = {
     "data_parallel": [str(DATA_PARALLEL), "50"],
     "partition_gpt": [str(PARTITION_GPT), "10"],
     **{name: [str(ROOT / "examples" / f"{name}.py"), "3"] for name in STATE},
+    **{
+        name: [str(ROOT / "examples" / f"{name}.py"), *map(str, args)]
+        for name, args in RINGS.items()
+    },
 }
 RUN_ALL = f"""
 import os, runpy, sys
@@ -178,6 +184,25 @@ def test_partition_gpt_agrees_with_one_device(
         assert re.search(r"^total +6 .* B +6 ", text, re.MULTILINE)
         (difference,) = re.findall(r"^Losses differ by at most (\S+)\.$", text, re.MULTILINE)
         assert float(difference) < 1e-12
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", RINGS)
+def test_rings_agree_with_one_device(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    on_processes: dict[str, str],
+    name: str,
+) -> None:
+    assert load(ROOT / "examples" / f"{name}.py", monkeypatch).main(*RINGS[name]) == 0
+    simulated, out = capsys.readouterr().out, on_processes[name]
+    assert max(map(len, simulated.splitlines())) <= 80
+    assert losses(out) == pytest.approx(losses(simulated), rel=0, abs=2e-10)
+    values = losses(simulated)
+    assert values[-1] < values[0] or len(values) == 1
+    for text in (simulated, out):
+        (difference,) = re.findall(r"^Losses differ by at most (\S+)\.$", text, re.MULTILINE)
+        assert float(difference) < 1e-9
 
 
 @pytest.mark.timeout(300)

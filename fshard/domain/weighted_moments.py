@@ -1,0 +1,107 @@
+"""Weighted mean and variance, one packed reduction over ranks, of shards of any sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard.layout.tree import is_pair
+from fshard.ops.rules.reduce.moments import reduced_together
+from fshard.partition.apply import on_pairs
+
+
+def weighted_mean(
+    x: Any, weights: Any, dim: int | Sequence[int] | None = None, keepdim: bool = False
+) -> Any:
+    """Return the mean over dims, weighted: `sum(w * x) / sum(w)`.
+
+    Args:
+        x: values, a pair or a tensor, as in a partitioned function; any dim may be sharded.
+        weights: weights, a pair or a tensor that broadcasts to `x`.
+        dim: the dims to reduce; None is all.
+        keepdim: keep reduced dims, of size 1.
+
+    Returns:
+        A pair if any operand is one, else a tensor; NaN where the weights add up to 0.
+
+    Over sharded dims both sums are one all-reduce. Differentiable in `x` and `weights`. As
+    `numpy.average` with weights.
+
+    >>> import torch
+    >>> import fshard as fs
+    >>> spec = fs.Spec(fs.Mesh(x=2), fs.P("x"), shape=(4,), sizes={0: (1, 3)})
+    >>> x = fs.shard(torch.tensor([1.0, 2.0, 3.0, 6.0]), spec)
+    >>> fs.unshard(fs.domain.weighted_mean(x, torch.tensor([1.0, 0.0, 2.0, 1.0])))
+    tensor(3.2500)
+    """
+    return _run(_mean, x, weights, dim, keepdim)
+
+
+def weighted_var_mean(
+    x: Any, weights: Any, dim: int | Sequence[int] | None = None, keepdim: bool = False
+) -> tuple[Any, Any]:
+    """Return the biased variance and the mean over dims, weighted by `weights`.
+
+    Args:
+        x: values, a pair or a tensor, as in a partitioned function; any dim may be sharded.
+        weights: weights, a pair or a tensor that broadcasts to `x`.
+        dim: the dims to reduce; None is all.
+        keepdim: keep reduced dims, of size 1.
+
+    Returns:
+        `(variance, mean)`, pairs if any operand is one: `sum(w * (x - mean)**2) / sum(w)`.
+
+    Over sharded dims it takes one all-reduce of three sums in double precision, or for values in
+    double precision two, of which the second one is of deviations. Differentiable in `x` and
+    `weights`.
+
+    >>> import torch
+    >>> import fshard as fs
+    >>> spec = fs.Spec(fs.Mesh(x=2), fs.P("x"), shape=(4,), sizes={0: (1, 3)})
+    >>> x = fs.shard(torch.tensor([1.0, 2.0, 3.0, 6.0]), spec)
+    >>> variance, mean = fs.domain.weighted_var_mean(x, torch.tensor([1.0, 0.0, 2.0, 1.0]))
+    >>> fs.unshard(variance), fs.unshard(mean)
+    (tensor(3.1875), tensor(3.2500))
+    """
+    variance, mean = _run(_variance, x, weights, dim, keepdim)
+    return variance, mean
+
+
+def _run(fn: Any, x: Any, weights: Any, dim: Any, keepdim: bool) -> Any:
+    dims = tuple(range(len(x.shape))) if dim is None else (dim,) if isinstance(dim, int) else dim
+    dims = tuple(sorted({d % max(len(x.shape), 1) for d in dims}))
+    if is_pair(x) or is_pair(weights):
+        return on_pairs(fn, mode="auto")(x, weights, dims, keepdim)
+    return fn(x, weights, dims, keepdim)
+
+
+def _sums(x: Tensor, weights: Tensor, dims: tuple[int, ...], powers: int) -> tuple[Tensor, ...]:
+    """Return the sums of weights, of weighted values and, of 3 `powers`, of weighted squares."""
+    terms = [weights.expand_as(x), weights * x, weights * x * x][:powers]
+    return reduced_together(torch.stack([term.sum(dims, True) for term in terms]))
+
+
+def _mean(x: Tensor, weights: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
+    total, first = _sums(x, weights, dims, 2)
+    mean = first / total
+    return mean if keepdim else mean.squeeze(dims)
+
+
+def _variance(
+    x: Tensor, weights: Tensor, dims: tuple[int, ...], keepdim: bool
+) -> tuple[Tensor, Tensor]:
+    if x.dtype == torch.float64:
+        total, first = _sums(x, weights, dims, 2)
+        mean = first / total
+        variance = (weights * (x - mean).square()).sum(dims, True) / total
+    else:
+        total, first, second = _sums(x.double(), weights.double(), dims, 3)
+        mean = first / total
+        variance = (second / total - mean * mean).clamp_min(0)
+    results = variance.to(x.dtype), mean.to(x.dtype)
+    if keepdim:
+        return results
+    return results[0].squeeze(dims), results[1].squeeze(dims)
