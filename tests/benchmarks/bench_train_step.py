@@ -3,18 +3,23 @@
 `python -m tests.benchmarks.bench_train_step` trains one GPT on gloo ranks in all ways in turn: one
 step of each in every round, so that a busy machine slows all of them. A step is the forward pass,
 the backward pass and SGD. The batch is sharded for DDP and FSDP2, and replicated for tensor
-parallelism. Printed are each contender's fastest step, and the median over the rounds of the
-partitioned step's time over its peer's. Losses are compared after every step.
+parallelism. Printed are each contender's fastest step, the median over the rounds of the
+partitioned step's time over its peer's, and the most bytes that a step allocates beside what is
+there before it, on the first rank. Losses are compared after every step.
+
+`--remat none gathers all` compares FSDP2, which frees gathered parameters after their use
+(`reshard_after_forward=True`), with partitioned steps under these policies.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -104,7 +109,7 @@ def tensor_parallel(name: str) -> fs.PartitionSpec:
 
 
 def partitioned(
-    model: nn.Module, batch: Batch, layout: Layout, data: fs.PartitionSpec
+    model: nn.Module, batch: Batch, layout: Layout, data: fs.PartitionSpec, remat: str = "none"
 ) -> tuple[Step, float]:
     """Return a partitioned step, and the weight of this rank's loss in the global one."""
     mesh = Mesh(x=dist.get_world_size())
@@ -116,7 +121,8 @@ def partitioned(
     words, following = (
         fs.shard(x, fs.Spec(mesh, data, shape=x.shape, dtype=x.dtype)) for x in batch
     )
-    part = fs.partition(model, mesh=mesh, params=specs, in_specs=data)
+    part = fs.partition(model, mesh=mesh, params=specs, in_specs=data,
+                        remat=None if remat == "none" else remat)  # fmt: skip
     leaves = [pair.local for pair in params.values()]
     (out,) = part.trace(params, words, following).out_specs
     weight = 1.0 if out is not None and out.partition.unreduced else 1 / mesh.size
@@ -131,15 +137,19 @@ def ddp(model: nn.Module, batch: Batch) -> Step:
     return sgd_step(lambda: wrapped(words, following), wrapped.parameters())
 
 
-def fsdp(model: GPT, batch: Batch) -> Step:
-    """Return FSDP2's step; each block is one group of parameters."""
+def fsdp(model: GPT, batch: Batch, reshard: bool | None = None) -> Step:
+    """Return FSDP2's step; each block is one group of parameters.
+
+    `reshard` frees gathered parameters after the forward pass; by default of all groups but the
+    outermost.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
     words, following = own_rows(batch)
     return sgd_step(lambda: model(words, following), model.parameters())
 
@@ -177,15 +187,21 @@ class Contest(NamedTuple):
     weight: float
 
 
-def contests(width: int) -> list[Contest]:
+def contests(width: int, rows: int, policies: Sequence[str]) -> list[Contest]:
     """Return the pairs of steps that are compared, all from the same parameters."""
     torch.manual_seed(0)
     model = GPT(width)
     generator = torch.Generator().manual_seed(1)
-    text = torch.randint(WORDS, (BATCH, LENGTH + 1), generator=generator)
+    text = torch.randint(WORDS, (rows, LENGTH + 1), generator=generator)
     batch = text[:, :-1].contiguous(), text[:, 1:].contiguous()
     new = lambda: copy.deepcopy(model)  # noqa: E731
-    ours = lambda layout, data: partitioned(new(), batch, layout, data)  # noqa: E731
+    ours = lambda *layouts: partitioned(new(), batch, *layouts)  # noqa: E731
+    if policies:
+        return [
+            Contest(f"FSDP2, {policy}", fsdp(new(), batch, policy != "none"),
+                    *ours(lambda _: P("x"), P("x"), policy))
+            for policy in policies
+        ]  # fmt: skip
     return [
         Contest("DDP", ddp(new(), batch), *ours(lambda _: P(), P("x"))),
         Contest("FSDP2", fsdp(new(), batch), *ours(lambda _: P("x"), P("x"))),
@@ -208,27 +224,44 @@ def timed(step: Step) -> tuple[float, Tensor]:
     return time.perf_counter() - start, loss
 
 
-Result = tuple[list[float], list[float], float]
-"""Seconds of the peer's steps and of the partitioned ones, and the largest difference of losses."""
+def peak_bytes(step: Step) -> int:
+    """Return the most bytes that a step has allocated at a time, without what was there before."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        step()
+    events: Any = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    return max(itertools.accumulate((nbytes for _, nbytes in changes), initial=0))
 
 
-def measure(width: int, rounds: int) -> dict[str, Result]:
+class Result(NamedTuple):
+    """Seconds and peak bytes of the peer's steps and of the partitioned ones, and their losses."""
+
+    peers: list[float]
+    ours: list[float]
+    peaks: list[int]
+    differences: list[float]
+
+
+def measure(width: int, rounds: int, rows: int, policies: Sequence[str]) -> dict[str, Result]:
     """Return the times of all contests on this rank."""
     warnings.simplefilter("ignore")
     fs.init(Mesh(x=dist.get_world_size()))
-    results: dict[str, Result] = {}
-    entered = contests(width)
+    entered = contests(width, rows, policies)
+    results = {contest.peer: Result([], [], [], []) for contest in entered}
     for round_ in range(-3, rounds):
         for contest in entered:
             peer, loss = timed(contest.step)
             ours, our_loss = timed(contest.partitioned)
             one = global_loss(loss, 1 / dist.get_world_size())
             other = global_loss(our_loss, contest.weight)
-            peers, times, difference = results.get(contest.peer, ([], [], 0.0))
-            results[contest.peer] = peers, times, max(difference, abs(one - other))
+            result = results[contest.peer]
+            result.differences.append(abs(one - other))
             if round_ >= 0:
-                peers.append(peer)
-                times.append(ours)
+                result.peers.append(peer)
+                result.ours.append(ours)
+    for contest in entered:
+        results[contest.peer].peaks.extend(map(peak_bytes, (contest.step, contest.partitioned)))
     return results
 
 
@@ -238,6 +271,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--ranks", type=int, nargs="*", default=RANKS)
     parser.add_argument("--widths", type=int, nargs="*", default=WIDTHS)
+    parser.add_argument("--batch", type=int, default=BATCH)
+    parser.add_argument("--remat", nargs="*", choices=("none", "gathers", "all"), default=())
     options = parser.parse_args()
     # By its importable name: other processes do not know this module as __main__.
     from tests.benchmarks.bench_train_step import measure
@@ -250,16 +285,20 @@ def main() -> None:
         "peer, ms",
         "partition, ms",
         "over the peer",
+        "peak, MiB",
         "losses differ",
     )
     table = Table(*columns, title=title)
     for ranks in options.ranks:
         for width in options.widths:
-            results = run_ranks(ranks, measure, width, options.rounds, timeout=600)[0]
-            for peer, (peers, times, difference) in results.items():
-                ratio = statistics.median(b / a for a, b in zip(peers, times, strict=True))
-                fastest = (f"{1000 * min(seconds):.1f}" for seconds in (peers, times))
-                cells = f"{ratio:.2f}", f"{difference:.0e}"
+            args = width, options.rounds, options.batch, options.remat
+            results = run_ranks(ranks, measure, *args, timeout=600)[0]
+            for peer, result in results.items():
+                pairs = zip(result.peers, result.ours, strict=True)
+                ratio = statistics.median(b / a for a, b in pairs)
+                fastest = (f"{1000 * min(seconds):.1f}" for seconds in (result.peers, result.ours))
+                peaks = " : ".join(f"{nbytes / 2**20:.1f}" for nbytes in result.peaks)
+                cells = f"{ratio:.2f}", peaks, f"{max(result.differences):.0e}"
                 table.add_row(str(ranks), str(width), peer, *fastest, *cells)
         table.add_section()
     close_all()
