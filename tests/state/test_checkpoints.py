@@ -354,6 +354,9 @@ BAD_SAVES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "unreduced": (
         lambda d: fs.state.save(d, [fs.shard(torch.ones(2), Mesh(x=2), P(unreduced={"x"}))]),
         "must not be unreduced"),
+    "dtype": (
+        lambda d: fs.state.save(d, {"w": torch.empty(2, dtype=torch.float8_e5m2fnuz)}),
+        "w: a tensor of torch.float8_e5m2fnuz"),
     "simulated rank": (
         lambda d: fs.simulate(Mesh(x=2), lambda: fs.state.save(d, [torch.ones(2)])),
         r"outside of fs\.simulate"),

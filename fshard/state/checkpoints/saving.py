@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 
-from fshard._util.errors import ShardingError, fail
+from fshard._util.errors import Problem, ShardingError, fail, raise_if
 from fshard._util.hooks import Hook
 from fshard.layout.mesh import Mesh
+from fshard.layout.sharded import Sharded
 from fshard.layout.tree import flatten, leaf_names
 from fshard.run.transports.base import current_transport, is_simulated
 from fshard.spmd.collectives.permutations import pbroadcast
@@ -36,6 +37,7 @@ from fshard.state.checkpoints.checkpoint_index import (
 )
 from fshard.state.checkpoints.save_plan import SavePlan, check_reduced
 from fshard.state.checkpoints.shard_files import (
+    NAMES,
     as_stored,
     safetensors,
     sync_directory,
@@ -90,6 +92,7 @@ def save(
         fail(WHERE, "a simulated rank", "ranks that save must be processes, or not be in a body",
              "save the pairs outside of fs.simulate and fs.shard_map")  # fmt: skip
     check_reduced(WHERE, names, leaves)
+    _check_dtypes(names, leaves)
     plan = SavePlan.of(leaves, getattr(transport, "all_ranks", None))
     own = plan.ranks if transport is None else (transport.rank,)
     root = Path(directory)
@@ -110,6 +113,17 @@ def save(
         for rank in own
     }
     return Saving(writer, tensors, async_op, progress)
+
+
+def _check_dtypes(names: Sequence[str], leaves: Sequence[Any]) -> None:
+    """Raise `ShardingError` for tensors of a dtype that the format lacks."""
+    raise_if(WHERE, [
+        Problem(f"{name}: a tensor of {leaf.dtype}", "the dtype must be one of safetensors",
+                f"another dtype for {name}, or fs.interop.save_dcp")
+        for name, leaf in zip(names, leaves, strict=True)
+        if isinstance(leaf, torch.Tensor | Sharded)
+        and leaf.dtype != torch.complex128 and leaf.dtype not in NAMES
+    ])  # fmt: skip
 
 
 def _file(save_id: str, rank: int) -> str:

@@ -59,11 +59,12 @@ def as_stored(x: torch.Tensor, *, copy: bool) -> torch.Tensor:
 
 def checksum(x: torch.Tensor) -> int:
     """Return the CRC-32 of the elements of a tensor on the CPU, in row-major order."""
-    return zlib.crc32(_memory(x.contiguous()))
+    x = x.contiguous()  # the view of its memory does not keep it
+    return zlib.crc32(_memory(x))
 
 
 def _memory(x: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor on the CPU, without a copy."""
+    """Return the bytes of a contiguous tensor on the CPU, without a copy or a reference to it."""
     if not x.nbytes:
         return memoryview(b"")
     return memoryview((ctypes.c_char * x.nbytes).from_address(x.data_ptr())).cast("B")
