@@ -3,13 +3,16 @@
 Every axis is costed by itself, so the work grows with the number of axes and of their roles, not
 with the product of the roles. Effects between axes (results that other axes leave unsharded, shard
 sizes that differ) only add to the sum over the axes. So combinations are tried in the order of
-their sums, and the search ends when the next sum is above the best time.
+their sums, and the search ends when the next sum is above the best time. One collective over
+several axes can take less than one over each: if the best combination moves an operand over several
+axes, the first ones are ordered by the time of their programs.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -52,12 +55,14 @@ class _Option(NamedTuple):
     """A role of one axis, its cost, and True if it sends.
 
     The cost is seconds forward, then, between equals, seconds of the gradients' redistribution,
-    then the position of the role in the rule.
+    then the position of the role in the rule. `moves` are the seconds of it in which operands are
+    redistributed, each on its own.
     """
 
     cost: tuple[float, float, int]
     role: Role
     sends: bool
+    moves: float
 
 
 def select_strategy(
@@ -100,16 +105,33 @@ def select_strategy(
         in_out = layouts.specs(roles)
         if in_out is None:
             return None
-        time, sends = _combined_cost(mesh, topology, roles, options, specs, in_out)
+        time, sends, moves = _combined_cost(mesh, topology, roles, options, specs, in_out)
         if local and sends:
             return None
-        return Strategy(call.op, rule, call, tuple(roles.items()), tuple(specs),
-                        *in_out, tree, time, sends, topology, alternatives)  # fmt: skip
+        strategy = Strategy(call.op, rule, call, tuple(roles.items()), tuple(specs),
+                            *in_out, tree, time, sends, topology, alternatives)  # fmt: skip
+        estimated[id(strategy)] = strategy, moves
+        return strategy
+
+    estimated: dict[int, tuple[Strategy, float]] = {}
+
+    def planned(strategy: Strategy) -> Strategy:
+        """Return a strategy with the time of its programs in place of their estimate."""
+        moves = sum(prog.cost(topology).time for prog in strategy.programs)
+        return replace(strategy, time=strategy.time - estimated[id(strategy)][1] + moves)
+
+    def fastest(count: int) -> list[Strategy]:
+        best = _fastest(list(axes.values()), combine, count)
+        if not best or not _moves_several_axes(best[0]):
+            return best
+        best = _fastest(list(axes.values()), combine, 1 + MAX_ALTERNATIVES)
+        best = [planned(x) if _moves_several_axes(x) else x for x in best]
+        return sorted(best, key=lambda strategy: strategy.time)[:count]
 
     def alternatives() -> tuple[Strategy, ...]:
-        return tuple(_fastest(list(axes.values()), combine, 1 + MAX_ALTERNATIVES)[1:])
+        return tuple(fastest(1 + MAX_ALTERNATIVES)[1:])
 
-    best = _fastest(list(axes.values()), combine, 1)
+    best = fastest(1)
     return best[0] if best else None
 
 
@@ -239,7 +261,7 @@ def _option(role: Role, index: int, axis: _AxisContext, hinted: bool) -> _Option
     topology, links, n = axis.topology, axis.links, axis.n
     if not hinted and not _is_plausible(role, axis):
         return None
-    time = back = 0.0
+    time = back = saved = 0.0
     sends = False
     launched = {*axis.launched}
     for operand, dst in enumerate(role.operands):
@@ -251,8 +273,9 @@ def _option(role: Role, index: int, axis: _AxisContext, hinted: bool) -> _Option
         if change.sends and operand in axis.arguments:
             kind = axis.states[operand].name, dst.name, axis.operands[operand][1]
             if kind in launched:  # coalesced with that of another argument
-                time -= change.startup
+                saved += change.startup
             launched.add(kind)
+    moves, time = time, time - saved
     shards = role.factor is not None
     for state, (size, item) in zip(role.results, axis.results, strict=True):
         if state is not None and state.name == "unreduced":
@@ -262,7 +285,7 @@ def _option(role: Role, index: int, axis: _AxisContext, hinted: bool) -> _Option
     if shards and not hinted:
         size = min(sum(size for size, _ in axis.results), axis.unsharded_operands)
         time += role_costs.new_sharding_time(topology, links, n, axis.states, role, size)
-    return _Option((time + axis.work / (n if shards else 1), back, index), role, sends)
+    return _Option((time + axis.work / (n if shards else 1), back, index), role, sends, moves)
 
 
 def _change(axis: _AxisContext, operand: int, dst: AxisState) -> ChangeCost | None:
@@ -330,15 +353,15 @@ def _combined_cost(
     options: Sequence[_Option],
     specs: Sequence[Spec],
     layouts: OperandLayouts,
-) -> tuple[float, bool]:
-    """Return the time of a combination of options, and True if it sends.
+) -> tuple[float, bool, float]:
+    """Return the time of a combination of options, True if it sends, and the time of its moves.
 
     The sum over the axes assumes results that all axes shard. Added to it are the reductions of
     larger results, the gathers of what other axes have gathered, redistributions between shard
     sizes or axis orders of the same axes, and the halos of windows.
     """
     time = sum(option.cost[0] for option in options)
-    sends = any(option.sends for option in options)
+    sends, moves = any(option.sends for option in options), 0.0
     for spec in layouts.out_specs:
         if spec is None or not spec.partition.unreduced_kinds:
             continue
@@ -359,7 +382,7 @@ def _combined_cost(
             sends = True
             time += topology.launch + max_local_nbytes(src) / topology.inner_link.bandwidth
         time += _later_gathers_time(mesh, topology, src, dst)
-    return time, sends
+    return time + moves, sends, moves + sum(option.moves for option in options)
 
 
 def _later_gathers_time(mesh: Mesh, topology: Topology, src: Spec, dst: Spec) -> float:
@@ -376,8 +399,29 @@ def _later_gathers_time(mesh: Mesh, topology: Topology, src: Spec, dst: Spec) ->
     return time
 
 
+def _moves_several_axes(strategy: Strategy) -> bool:
+    """Return True if the states of an operand change on several axes, or its blocks on an axis."""
+    return any(
+        len({axis for axis, _ in _axis_items(src) ^ _axis_items(dst)}) > 1
+        or any(_is_recut(src, dst, dim) for dim in range(src.ndim))
+        for src, dst in zip(strategy.sources, strategy.shard_specs, strict=True)
+    )
+
+
+def _axis_items(spec: Spec) -> set[tuple[str, object]]:
+    """Return the axes that a spec mentions, each with its dim or its kind of reduction."""
+    p = spec.partition
+    kinds = [*p.unreduced_kinds, *((axis, ("reduced", kind)) for axis, kind in p.reduced_kinds)]
+    return {*kinds, *((axis, dim) for dim, axes in enumerate(p.dims) for axis in axes)}
+
+
 def _is_recut(src: Spec, dst: Spec, dim: int) -> bool:
-    """Return True if the same axes shard a dim with another order or other sizes."""
+    """Return True if axes that shard a dim before and after have other blocks of it.
+
+    They keep theirs if they are the major axes both times, in one order and with the same sizes.
+    """
     before, after = src.partition.dims[dim], dst.partition.dims[dim]
-    same_axes = set(before) == set(after)
-    return same_axes and (before != after or src.sizes[dim] != dst.sizes[dim])
+    count = len({*before} & {*after})
+    if before[:count] != after[:count]:
+        return True
+    return count == len(before) == len(after) > 0 and src.sizes[dim] != dst.sizes[dim]

@@ -321,7 +321,7 @@ def upsample(x: torch.Tensor) -> torch.Tensor:
     return F.interpolate(x, scale_factor=2.0, mode="bilinear")
 
 
-@pytest.mark.parametrize("axes", [{"x": 4}, {"x": 8}, {"x": 4, "y": 4}])
+@pytest.mark.parametrize("axes", [{"x": 4}, {"x": 8}, {"x": 2, "y": 4}, {"x": 4, "y": 4}])
 @pytest.mark.parametrize(
     ("op", "shape", "dim"),
     [
