@@ -7,12 +7,14 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from torch._library import custom_ops
 from torch._ops import OpOverload, OpOverloadPacket
 
 __all__ = [
     "OpOverload", "OpOverloadPacket", "ScriptMethod", "TensorBase", "all_op_names", "builtin_of",
-    "dereference", "fused_step", "is_query", "qualified_name", "reference_of", "registered_schemas",
-    "resolve_overload", "schema_of", "schema_or_none", "torch_decomposition",
+    "dereference", "fused_step", "has_registered_gradient", "is_query", "qualified_name",
+    "reference_of", "registered_schemas", "resolve_overload", "schema_of", "schema_or_none",
+    "torch_decomposition",
 ]  # fmt: skip
 
 TensorBase = torch._C.TensorBase
@@ -26,6 +28,15 @@ qualified_name: Callable[[Any], str] = attrgetter("_qualified_op_name")
 """Return the name of an `OpOverloadPacket`, `"aten::add"` for one."""
 builtin_of: Callable[[Any], Callable[..., Any]] = attrgetter("_op")
 """Return the builtin that an `OpOverload` calls: faster by the checks in between."""
+
+
+def has_registered_gradient(op: Any) -> bool:
+    """Return True for an operation of `torch.library.custom_op` with `register_autograd`.
+
+    It has no derivative in forward mode: PyTorch gives it no tangent.
+    """
+    definition: Any = custom_ops.OPDEFS.get(getattr(op, "_name", "").partition(".")[0])
+    return definition is not None and definition._backward_fn is not None
 
 
 def fused_step(kernel: str) -> Callable[..., None]:

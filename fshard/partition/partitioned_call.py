@@ -10,8 +10,9 @@ import torch
 from torch import fx
 
 from fshard._torch.fake_tensors import FakeTensor, FunctionalTensor
-from fshard._torch.functorch import is_transformed
+from fshard._torch.functorch import forward_ad_level, is_transformed
 from fshard._torch.memory import data_address
+from fshard._torch.operators import has_registered_gradient
 from fshard._torch.symbolic_numbers import Accepts
 from fshard._util.errors import fail
 from fshard._util.hooks import Hook
@@ -27,7 +28,7 @@ from fshard.partition.execution.remat_plan import Remat, RematPlan
 from fshard.partition.execution.saved_bytes import AbstractCall, SavedBytes
 from fshard.partition.execution.schedule import schedule
 from fshard.partition.execution.segments import RankLines
-from fshard.partition.ir import Line, Redistribution
+from fshard.partition.ir import Line, Operation, Redistribution
 from fshard.program.cost.model import Cost
 from fshard.program.cost.topology import Topology
 from fshard.program.program import Program
@@ -208,6 +209,8 @@ class PartitionedCall:
 
     def _run(self, locals_: Sequence[Any], numbers: Sequence[int | float]) -> list[Any]:
         outputs = self._outputs
+        if is_transformed() and forward_ad_level() >= 0:
+            self._check_forward_mode()
         if self._recomputes(locals_):
             return self._run_rematerialized(locals_, numbers)
         for local in locals_:
@@ -220,6 +223,15 @@ class PartitionedCall:
         if not self._simulation:
             self._simulation.append(self._all_ranks())
         return self._simulation[0](locals_, numbers)
+
+    def _check_forward_mode(self) -> None:
+        """Raise `ShardingError` for operations that PyTorch gives no tangent."""
+        calls = [line.strategy.call for line in self.lines if isinstance(line, Operation)]
+        for call in calls:
+            if has_registered_gradient(call.op):
+                fail(WHERE, f"the torch.library operation {call.op} in forward mode",
+                     "register_autograd registers a gradient and no tangent, for which PyTorch "
+                     "takes zero", "reverse mode, by torch.autograd.grad")  # fmt: skip
 
     def _recomputes(self, locals_: Sequence[Any]) -> bool:
         """Return True if a call has a backward pass that recomputes values.

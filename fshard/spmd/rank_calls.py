@@ -423,8 +423,8 @@ def check_forward_mode(graphs: Sequence[Graph]) -> None:
         fail("a tangent of a mapped function",
              f"the torch.library operation {', '.join(sorted(map(str, names)))}",
              "register_autograd registers a gradient and no tangent, for which PyTorch takes zero",
-             "reverse mode: torch.func.grad, vjp or jacrev; or an autograd.Function with a jvp "
-             "that calls the operation")  # fmt: skip
+             "reverse mode, by torch.autograd.grad; or an autograd.Function with a jvp that calls "
+             "the operation")  # fmt: skip
 
 
 def _requiring_grad(xs: Locals) -> Locals:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import graph
+from torch.func import jvp
 
 import fshard as fs
 from fshard import Mesh, P
@@ -83,6 +84,14 @@ def test_gradients_of_library_operations_need_no_rule_of_their_own(
         second = torch.autograd.grad(first[0].sin().sum() + first[1].sum(), (x, w))
         results.append((y, *first, *second))
     close(*results)
+
+
+def test_library_operations_have_no_tangent_in_partitioned_functions() -> None:
+    part = fs.partition(lambda x: cube(x, 0.5), mesh=MESH, in_specs=P("x"))
+    with pytest.raises(fs.ShardingError, match=r"cube_with_rule\.default in forward mode"):
+        jvp(part, (X,), (X,))
+    x = X.clone().requires_grad_()
+    close(torch.autograd.grad(part(x).sum(), x)[0], 2 * X**2)
 
 
 def test_library_operations_on_pairs_have_their_gradient() -> None:
