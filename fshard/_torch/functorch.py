@@ -167,10 +167,6 @@ def run_with_tangents(
         fn: a function that returns a tuple of tensors.
         primals: its arguments.
         tangents: those of the arguments, None without.
-
-    >>> x, t = torch.tensor(3.0), torch.tensor(1.0)
-    >>> run_with_tangents(lambda x, y: (x * y,), [x, x], [t, None])
-    ((tensor(9.),), (tensor(3.),))
     """
 
     def run(*duals: torch.Tensor) -> tuple[torch.Tensor, ...]:

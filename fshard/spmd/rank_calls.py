@@ -111,6 +111,7 @@ class RecordedCall(RankCall):
         closures: inputs that all ranks share, the last ones of every graph.
         batches: the call under those levels of `vmap` that it has run at.
         primal: the call of the first inputs and outputs, whose tangents are the last ones.
+        transformed: True under a transform of `torch.func`; no tensor then repeats its memory.
         graphs: every rank's graph, once it has run.
     """
 
@@ -122,6 +123,7 @@ class RecordedCall(RankCall):
     closures: Locals = ()
     batches: dict[int, Batches] = field(default_factory=dict)
     primal: RecordedCall | None = None
+    transformed: bool = False
     graphs: list[Graph] | None = None
 
     @property
@@ -135,7 +137,8 @@ class RecordedCall(RankCall):
 
         def run(rank: Any, xs: Locals) -> Graph:
             # A rank's graph begins at its inputs, which share memory with the caller's.
-            leaves = tuple([_leaf(x) if t else x for x, t in zip(xs, tracked, strict=True)])
+            owned = map(own_memory, xs) if self.transformed else xs
+            leaves = tuple([_leaf(x) if t else x for x, t in zip(owned, tracked, strict=True)])
             return leaves, self.function(rank.rank, leaves)
 
         with torch.set_grad_enabled(self.grad_mode or any(tracked)):
@@ -434,7 +437,7 @@ def _requiring_grad(xs: Locals) -> Locals:
 
 def _leaf(x: torch.Tensor) -> torch.Tensor:
     """Return a leaf with the memory of `x`, which requires grad if it can have one."""
-    return own_memory(x).detach().requires_grad_(x.is_floating_point() or x.is_complex())
+    return x.detach().requires_grad_(x.is_floating_point() or x.is_complex())
 
 
 def _gradients(

@@ -119,7 +119,8 @@ def _map_transformed(
         for x in find_closure_inputs(fn, inputs, outputs):
             refuse_closure(where, x)
 
-    return _apply(RecordedCall(scope, function, _levels(values), check, grad_mode), values)
+    call = RecordedCall(scope, function, _levels(values), check, grad_mode, transformed=True)
+    return _apply(call, values)
 
 
 def run_body(scope: Scope, body: RankFunction, rank: int, xs: Locals) -> Locals:
@@ -180,7 +181,8 @@ class _RankNode(torch.autograd.Function):
             results = call.run(rows, record=any([x.requires_grad for x in flat]))  # noqa: C419
         else:  # an ordinary call, which has run
             results = [ys for _, ys in graphs]
-        return tuple([own_memory(y).detach() for ys in results for y in ys])
+        owned = own_memory if call.root.transformed else lambda y: y
+        return tuple([owned(y).detach() for ys in results for y in ys])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Locals) -> None:
