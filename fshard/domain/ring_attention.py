@@ -90,21 +90,29 @@ class RingAttention:
         """Return the gradients of a block and of the operands, from the result over all keys."""
         of_mask = mask is not None and mask.requires_grad
         key, value = (_for_heads(x, q) for x in block)
-        dq = torch.zeros_like(result[0][..., :1]).expand(*q.shape).clone()
-        dk, dv = (torch.zeros_like(x, dtype=dq.dtype) for x in (key, value))
         dmask = torch.zeros_like(mask) if of_mask and mask is not None else None
+        total: list[Tensor] | None = None
         for piece in self.pieces(index):
             rows, columns = slice(*piece.rows), slice(*piece.columns)
-            of_rows, of_keys, of_values, of_bias = self.attention.backward(
+            *grads_of, of_bias = self.attention.backward(
                 grads[0][..., rows, :], result[0][..., rows, :], result[1][..., rows],
                 q[..., rows, :], key[..., columns, :], value[..., columns, :],
                 self.part_of(mask, piece, index), piece, of_mask,
             )  # fmt: skip
-            dq[..., rows, :] += of_rows
-            dk[..., columns, :] += of_keys
-            dv[..., columns, :] += of_values
             if dmask is not None and of_bias is not None:
                 self.part_of(dmask, piece, index).add_(of_bias)
+            intervals = piece.rows, piece.columns, piece.columns
+            if total is None:
+                sizes = q.shape[-2], key.shape[-2], key.shape[-2]
+                total = [
+                    _extended(g, i, n) for g, i, n in zip(grads_of, intervals, sizes, strict=True)
+                ]
+                continue
+            for g, part, interval in zip(total, grads_of, intervals, strict=True):
+                g[..., slice(*interval), :] += part
+        if total is None:
+            return None, None
+        dq, dk, dv = total
         of_block = (_of_block(dk, block[0]), _of_block(dv, block[1]))
         return of_block, (dq.to(q.dtype), dmask)[: 1 if mask is None else 2]
 
@@ -169,6 +177,12 @@ def _padded(part: Attended, rows: Interval, n: int) -> Attended:
     before, after = rows[0], n - rows[1]
     out = torch.nn.functional.pad(out, (0, 0, before, after))
     return out, torch.nn.functional.pad(lse, (before, after), value=-torch.inf)
+
+
+def _extended(x: Tensor, rows: Interval, n: int) -> Tensor:
+    """Return a tensor of some rows as one of n rows, zero elsewhere."""
+    before, after = rows[0], n - rows[1]
+    return torch.nn.functional.pad(x, (0, 0, before, after)) if before or after else x
 
 
 def _for_heads(x: Tensor, q: Tensor) -> Tensor:

@@ -166,6 +166,8 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for x in tensors_in(out):
+            if x.is_meta:
+                continue
             storage = x.untyped_storage()
             self.live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         self.live = {key: row for key, row in self.live.items() if not row[0].expired()}
@@ -195,6 +197,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--lengths", type=int, nargs="+", default=[16384, 65536])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--length", type=int, default=LENGTH)
     args = parser.parse_args()
     console = Console()
@@ -203,7 +206,7 @@ def main() -> None:
             "tokens", "ranks", "ring, bytes", "gather, bytes", "ring, bytes per own token"
         )
         for length in args.lengths:
-            for ranks in (1, 2, 4):
+            for ranks in args.ranks:
                 peaks = run_ranks(ranks, memory_on_rank, ranks, length, timeout=1800)
                 ring, gather = (max(peak[name] for peak in peaks) for name in ("ring", "gather"))
                 row = length, ranks, ring, gather, ring * ranks // length

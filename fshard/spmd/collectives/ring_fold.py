@@ -244,12 +244,12 @@ class _Fold:
             arrived = moving()
             moving = ring.launch(arrived, -1, k) if k > 1 else _nothing
             mine = contribution(k, arrived)
-            if returning is not None:
-                mine = tuple(map(torch.add, returning(), mine))
+            if returning is not None:  # what has arrived is this rank's alone
+                mine = tuple(map(torch.Tensor.add_, returning(), mine))
             returning = ring.launch(mine, -1, k, needed)
         own = contribution(0, block) if own is None else own
         if returning is not None:
-            own = tuple(map(torch.add, own, returning()))
+            own = tuple(map(torch.Tensor.add_, returning(), own))
         of_blocks: list[torch.Tensor | None] = [None] * len(block)
         for i, g in zip(needed, own, strict=True):
             of_blocks[i] = g
