@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,8 +51,8 @@ class DistributedModule:
         params: the parameters by name, pairs; tied ones once. Of a meta module without `key`
             specs, to be loaded to.
         buffers: the buffers by name, likewise.
-        partition: the `fs.Partition` that runs, a function of `(params, buffers)` and of the
-            module's arguments.
+        partition: the `fs.Partition` that runs, a function of `(params, buffers, key)`, the key
+            None without draws, and of the module's arguments.
         module: the module of one device, unchanged.
 
     >>> import torch
@@ -79,7 +81,26 @@ class DistributedModule:
         Returns:
             `(output, new_buffers)`: pairs if any argument is one.
         """
-        result: tuple[Any, Tensors] = self.partition((params, buffers), *args, **kwargs)
+        return self._run(None, params, buffers, *args, **kwargs)
+
+    def keyed(self, key: torch.Tensor, /) -> Callable[..., tuple[Any, Tensors]]:
+        """Return the function with its random draws, such as those of dropout, by a key.
+
+        The elements drawn are those of one device: of the module in a block
+        `with fs.random.keyed(key):`.
+
+        Args:
+            key: key of `fs.random`, equal on every rank.
+
+        Returns:
+            A function `fn(params, buffers, *args, **kwargs)` to `(output, new_buffers)`.
+        """
+        return partial(self._run, key)
+
+    def _run(
+        self, key: torch.Tensor | None, params: Tensors, buffers: Tensors, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Tensors]:
+        result: tuple[Any, Tensors] = self.partition((params, buffers, key), *args, **kwargs)
         return result
 
     @property
@@ -90,7 +111,7 @@ class DistributedModule:
     @property
     def specs(self) -> dict[str, dict[str, Spec]]:
         """Layouts of `{"params": ..., "buffers": ...}`, as `fs.state.load` takes them."""
-        params, buffers = self.partition.params
+        params, buffers, _ = self.partition.params
         return {"params": params, "buffers": buffers}
 
     def explain(self, *args: Any, **kwargs: Any) -> Any:
@@ -104,7 +125,7 @@ class DistributedModule:
         if any(isinstance(x, Spec) for tensors in state for x in tensors.values()):
             form = functional(self.module)  # says which tensors require grad
             state = dict(form.params), dict(form.buffers)
-        return self.partition.explain(state, *args, **kwargs)
+        return self.partition.explain((*state, None), *args, **kwargs)
 
     def __repr__(self) -> str:
         counts = (plural(len(x), noun) for x, noun in
@@ -147,7 +168,8 @@ def distribute_module(
     which plans all communication. Nothing is registered on the module; its tensors are copied.
 
     Args:
-        module: any module, also on the meta device.
+        module: any module, also on the meta device; its values must be equal on every rank
+            (`fs.state.sync_module` makes them so).
         mesh: the mesh.
         partition: layouts of the parameters: rules as for `fs.state.match_rules`, such as those of
             `fs.state.model_rules`, or a prefix of the tree of parameters. Rules may name buffers,
@@ -212,19 +234,24 @@ def distribute_module(
     specs = _layouts(form, mesh, partition, styled, as_axes(fsdp, f"{WHERE}: fsdp"), uneven)
     held = (*as_axes(hold, f"{WHERE}: hold"), *(a for item in styled for a in item.style.axes))
     part = partition_function(
-        _on_state(form.fn, styled), mesh=mesh, params=specs, in_specs=in_specs,
+        _on_state(form.fn, styled), mesh=mesh, params=(*specs, PartitionSpec()), in_specs=in_specs,
         out_specs=(out_specs, specs[1]), topology=topology, hold=tuple(dict.fromkeys(held)),
     )  # fmt: skip
-    state = _initial(form, module, specs, key, init_fn)
+    state = _initial(form, module, mesh, specs, key, init_fn)
     return DistributedModule(*state, part, module)
 
 
 def _on_state(fn: Callable[..., Any], styled: Sequence[StyledModule]) -> Callable[..., Any]:
-    """Return a module's function on `(params, buffers)` and arguments, in the layouts of styles."""
+    """Return a function of `(params, buffers, key)` and arguments, in the layouts of styles."""
 
-    def run(state: tuple[Tensors, Tensors], *args: Any, **kwargs: Any) -> Any:
-        with constrained_calls(styled):
-            return fn(*state, *args, **kwargs)
+    def run(
+        state: tuple[Tensors, Tensors, torch.Tensor | None], *args: Any, **kwargs: Any
+    ) -> tuple[Any, Tensors]:
+        params, buffers, key = state
+        draws = nullcontext() if key is None else keyed(key)
+        with draws, constrained_calls(styled):
+            result: tuple[Any, Tensors] = fn(params, buffers, *args, **kwargs)
+            return result
 
     run.__name__ = fn.__name__
     first = inspect.Parameter("state", inspect.Parameter.POSITIONAL_ONLY)
@@ -291,6 +318,7 @@ def _exact_rule(
 def _initial(
     form: Functional,
     module: torch.nn.Module,
+    mesh: Mesh,
     specs: tuple[dict[str, Spec], dict[str, Spec]],
     key: torch.Tensor | None,
     init_fn: Callable[[torch.nn.Module], Any] | None,
@@ -299,7 +327,7 @@ def _initial(
     tensors = form.params, form.buffers
     meta = [name for x in tensors for name, value in x.items() if value.is_meta]
     if key is not None and len(meta) == len(form.params) + len(form.buffers):
-        return _created(module, specs, key, init_fn)
+        return _created(module, mesh, specs, key, init_fn)
     problems = []
     if key is not None:
         problems.append(Problem("a key, for a module with values",
@@ -344,6 +372,7 @@ class _Initializer(torch.nn.Module):
 
 def _created(
     module: torch.nn.Module,
+    mesh: Mesh,
     specs: tuple[dict[str, Spec], dict[str, Spec]],
     key: torch.Tensor,
     init_fn: Callable[[torch.nn.Module], Any] | None,
@@ -364,7 +393,7 @@ def _created(
         return ({name[prefix:]: x for name, x in params.items()},
                 {name[prefix:]: x for name, x in buffers.items()})  # fmt: skip
 
-    params, buffers = init(create, key, specs, mesh=next(iter(specs[0].values())).mesh)
+    params, buffers = init(create, key, specs, mesh=mesh)
     flags = {name: x.requires_grad for name, x in module.named_parameters()}
     return {name: _leaves(x, requires_grad=flags[name]) for name, x in params.items()}, buffers
 

@@ -139,6 +139,26 @@ def test_a_module_trains_as_on_one_device() -> None:
         assert_close(fs.unshard(params[name]), parameter.detach(), name)
 
 
+def test_dropout_by_a_key_drops_the_elements_of_one_device() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 4), nn.Dropout(0.1))
+    styles = {"0": fs.state.colwise("tp"), "2": fs.state.rowwise("tp")}
+    distributed = fs.state.distribute_module(module, MESH, in_specs=P("dp"), styles=styles)
+    x = torch.randn(6, 4)
+    outputs = []
+    for seed in (0, 1):
+        key = fs.random.key(seed)
+        y, _ = distributed.keyed(key)(distributed.params, distributed.buffers, x)
+        with fs.random.keyed(key):
+            expected = module(x)
+        outputs.append(fs.unshard(y))
+        assert torch.equal(outputs[-1] == 0, expected == 0)
+        torch.testing.assert_close(outputs[-1], expected)
+    assert not torch.equal(*outputs)
+    with pytest.raises(fs.ShardingError, match="draws must be keyed"):
+        distributed(distributed.params, distributed.buffers, x)
+
+
 # -- meta modules ----------------------------------------------------------------------------
 
 

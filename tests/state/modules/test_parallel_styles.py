@@ -125,7 +125,7 @@ def collectives(case: str, length: int = 1024, words: int = 12) -> tuple[Counter
     distributed = state.distribute_module(module, MESH, styles=styles, **options)
     x = torch.empty(4, length, 8, dtype=torch.float64, device="meta")
     labels = torch.empty(4, length, dtype=torch.int64, device="meta")
-    call = distributed.partition.trace((distributed.params, distributed.buffers), x, labels)
+    call = distributed.partition.trace((distributed.params, distributed.buffers, None), x, labels)
     return tuple(
         Counter({op: n for (op, axes), n in counts.items() if axes == ("tp",)})
         for counts in collectives_of(call)
