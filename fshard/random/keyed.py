@@ -58,8 +58,8 @@ class KeyedMode(TorchFunctionMode):
         if trace_depth() > self.depth:
             fail("fs.random.keyed", "a block around a traced function",
                  "the block must be in the traced function, which runs again with other keys",
-                 "def f(key, x): and in it with fs.random.keyed(key):; distributed.keyed(key) for a "
-                 "DistributedModule")  # fmt: skip
+                 "def f(key, x): and in it with fs.random.keyed(key):; distributed.keyed(key) "
+                 "for a DistributedModule")  # fmt: skip
         if self.is_mapped:
             fail("fs.random.keyed", "a block around a mapped function",
                  "the block must be in the mapped function: it counts the draws of one rank",

@@ -128,8 +128,8 @@ def test_block_around_a_traced_function_is_refused() -> None:
     assert str(error.value) == message(
         "fs.random.keyed", "a block around a traced function",
         "the block must be in the traced function, which runs again with other keys",
-        "def f(key, x): and in it with fs.random.keyed(key):; distributed.keyed(key) for a "
-        "DistributedModule")  # fmt: skip
+        "def f(key, x): and in it with fs.random.keyed(key):; distributed.keyed(key) "
+        "for a DistributedModule")  # fmt: skip
     spec = fs.Spec(MESH, P("dp"), shape=(4, 6))
     part = fs.partition(lambda key: fs.random.uniform(key, spec), mesh=MESH)
     with pytest.raises(ShardingError) as error:
