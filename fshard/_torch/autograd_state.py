@@ -23,6 +23,9 @@ at_end_of_backward: Callable[[Callable[[], None]], None] = (
 keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 """Return True if the running backward pass has `retain_graph=True`."""
 
+is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
+"""Return True while a profiler records this thread."""
+
 is_view: Callable[[torch.Tensor], bool] = torch.Tensor._is_view
 view_base: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
 """Tensor that a view is a view of, None for a tensor that is not a view."""

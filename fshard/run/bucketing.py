@@ -257,7 +257,7 @@ def _launch_kind(
         return finish_one
     op, group, *_ = plan.kind
     payloads = [ys[i] if wire.pack is unchanged else wire.pack(ys[i]) for i, wire in plan.own]
-    notify(plan.name, axes, plan.sent, transport.rank)
+    notify(plan.name, axes, plan.sent, transport.rank, plan.kind[3])
     moved: Callable[[], Sequence[Parts]]
     if op == "all_reduce":
         moved = _all_reduce(plan, payloads, transport)

@@ -97,7 +97,7 @@ class Wire:
 def launch_wire(wire: Wire, x: torch.Tensor, transport: Transport) -> Finish:
     """Launch one collective on this rank's local; return the call that waits for its result."""
     payload = wire.pack(x)
-    notify(wire.name, wire.axes, wire.sent * payload.element_size(), transport.rank)
+    notify(wire.name, wire.axes, wire.sent * payload.element_size(), transport.rank, payload.dtype)
     moved: Callable[[], Parts]
     match wire.op:
         case "all_gather":

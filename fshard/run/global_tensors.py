@@ -410,8 +410,8 @@ def _send_shards(
         parts = [x[spec.index(rank)].reshape(-1)[:n] for rank, n in zip(group, sizes, strict=True)]
         flat, send = torch.cat(parts).to(device), sizes
     sent = (sum(send) - send[index]) * spec.dtype.itemsize
-    notify("scatter", spec.mesh.axes, sent, transport.rank)
     with labelled(Label("fs.scatter", spec.mesh, arguments=f"({spec}, src={src})")):
+        notify("scatter", spec.mesh.axes, sent, transport.rank, spec.dtype)
         received = transport.all_to_all(flat, send, receive, group)()
     kind = _neutral_kind(spec, transport.rank)
     if kind is not None:

@@ -100,7 +100,8 @@ def run_on_shards(
         for rank, stage, x in zip(mesh.ranks, step_stages, xs, strict=True):
             if isinstance(stage, Wire):
                 payloads[rank] = payload = stage.pack(x)
-                notify(stage.name, stage.axes, stage.sent * payload.element_size(), rank)
+                sent = stage.sent * payload.element_size()
+                notify(stage.name, stage.axes, sent, rank, payload.dtype)
         moved: dict[int, torch.Tensor] = {}
         with torch.no_grad():
             for group, wire, splits in calls:

@@ -3,7 +3,7 @@
 - `layout_picture`: `fs.visualize`, with `picture_grid`, `picture_html` and `shard_owners`
 - `program_table`, `batch_table`, `partition_table`: `explain` of programs, batches and partitions
 - `module_table`: the layouts of a distributed module
-- `comm_log`: `fs.comm_log`, the collectives that ran
+- `comm`: `fs.comm_log`, the collectives that ran
 - `progress_bar`: bytes that `fs.state.save` has written
 - `zero_stages`: bytes per rank of the stages of ZeRO
 - `table`: rows of text in plain text, rich and HTML

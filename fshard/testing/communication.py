@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fshard._util.errors import fail
-from fshard._util.text import bytes_text
-from fshard.show.comm_log import Key, Phase, comm_log
-from fshard.show.table import Column, Row, Table
+from fshard.show.comm.comm_log import comm_log
+from fshard.show.comm.expected_counts import Counts, compare_counts
 from fshard.testing.differentiable import requiring_grad, run_backward
-
-Counts = Mapping[str | Key, int]
-"""Launches by operation, `{"all_reduce": 1}`, or by operation and axes."""
-COLUMNS = (
-    Column("pass"), Column("operation"), Column("axes", wrap=True),
-    Column("expected", right=True), Column("ran", right=True), Column("bytes", right=True),
-    Column(""),
-)  # fmt: skip
-DIFFERS = "differs"
 
 
 def assert_communicates(
@@ -96,7 +86,7 @@ def assert_communicates(
     phases = [("forward", log.forward, counts, bytes)]
     if backward is not None:
         phases.append(("backward", log.backward, backward, backward_bytes))
-    _compare(where, phases)
+    compare_counts(where, phases)
     return outputs
 
 
@@ -124,30 +114,3 @@ def assert_local(
     >>> y = fs.testing.assert_local(lambda x: fs.apply(torch.relu, x), (x,), backward=True)
     """
     return assert_communicates(function, args, {}, backward={} if backward else None)
-
-
-def _compare(where: str, phases: Iterable[tuple[str, Phase, Counts, int | None]]) -> None:
-    """Raise if the launches or bytes of a phase are not the expected ones."""
-    rows = [row for phase in phases for row in _rows(*phase)]
-    if any(row[-1] for row in rows):
-        title = f"{where}: collectives that ran"
-        raise AssertionError(str(Table(title, COLUMNS, tuple(rows))))
-
-
-def _rows(name: str, phase: Phase, counts: Counts, nbytes: int | None) -> Iterator[Row]:
-    """Yield a row for each operation that is expected or ran; its last cell marks a difference."""
-    ran, sent = phase.counts, phase.bytes
-    groups: dict[str | Key, list[Key]] = {group: [] for group in counts}
-    for key in ran:
-        groups.setdefault(key[0] if key[0] in counts else key, []).append(key)
-    for group, keys in groups.items():
-        expected, count = counts.get(group, 0), sum(ran[key] for key in keys)
-        operation, axes = (group, "") if isinstance(group, str) else group
-        text = axes if isinstance(axes, str) else ", ".join(axes)
-        total = bytes_text(sum(sent[key] for key in keys)) if keys else "-"
-        mark = "" if expected == count else DIFFERS
-        yield name, operation, text, f"{expected:,}", f"{count:,}", total, mark
-    if nbytes is not None:
-        count = phase.total_bytes
-        mark = "" if count == nbytes else DIFFERS
-        yield name, "bytes", "", f"{nbytes:,}", f"{count:,}", bytes_text(count), mark

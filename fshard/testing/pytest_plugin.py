@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import fshard.testing.ranks
-from fshard.show.comm_log import CommLog
-from fshard.show.comm_log import comm_log as _comm_log
+from fshard.show.comm.comm_log import CommLog
+from fshard.show.comm.comm_log import comm_log as _comm_log
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import fshard as fs
 from fshard.program.cost.traffic import step_axes, traffic
 from fshard.run.transports.base import Event, notify, observe, unobserved
+from fshard.show.table import Table
 from tests.helpers.spec_grid import random_global
 from tests.helpers.strategies import meshes, spec_pairs
 
@@ -191,11 +193,12 @@ def test_unobserved_affects_its_own_thread_only() -> None:
     assert [event.op for event in late] == ["b"], "its block is over"
 
 
-def example() -> object:
+def example() -> fs.CommLog:
     with fs.comm_log() as log:
-        log._record(Event("all_reduce", ("tp",), 1234, 0, "forward"))
-        log._record(Event("all_reduce", ("tp",), 1234, 0, "backward"))
-        log._record(Event("all_reduce", ("dp", "tp"), 0, 0, "backward"))
+        for axes, nbytes, phase in (
+            (("tp",), 1234, "forward"), (("tp",), 1234, "backward"), (("dp", "tp"), 0, "backward"),
+        ):  # fmt: skip
+            log._record(Event("all_reduce", axes, nbytes, 0, phase, torch.float32))
     return log
 
 
@@ -235,21 +238,122 @@ def test_table_notes_if_rows_do_not_add_up() -> None:
 
 
 def test_dict_is_json() -> None:
-    logged = example().to_dict()  # type: ignore[attr-defined]
+    logged = example().to_dict()
     assert json.loads(json.dumps(logged)) == logged
-    assert logged == {
-        "total_bytes": 2468,
-        "forward": [{"op": "all_reduce", "axes": ["tp"], "count": 1, "bytes": 1234}],
-        "backward": [
-            {"op": "all_reduce", "axes": ["tp"], "count": 1, "bytes": 1234},
-            {"op": "all_reduce", "axes": ["dp", "tp"], "count": 1, "bytes": 0},
-        ],
-    }
+    fields = {"dtype": "float32", "call": "", "module": ""}
+    rows = [{k: v for k, v in row.items() if k != "line"} for row in logged["backward"]]
+    assert rows == [
+        {"op": "all_reduce", "axes": ["tp"], **fields, "count": 1, "bytes": 1234},
+        {"op": "all_reduce", "axes": ["dp", "tp"], **fields, "count": 1, "bytes": 0},
+    ]
+    assert logged["total_bytes"] == 2468
+
+
+def test_saved_files(tmp_path: Path) -> None:
+    log = example()
+    for name, text in {
+        "log.json": json.dumps(log.to_dict(), indent=2), "log.html": log.html(), "log": str(log),
+    }.items():  # fmt: skip
+        log.save(tmp_path / name)
+        assert (tmp_path / name).read_text(encoding="utf-8") == text + "\n"
+
+
+class Layer(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return fs.psum(x, "tp") + fs.psum(x.double(), "dp").float()  # the line of both
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([Layer(), Layer()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[1](self.layers[0](x)) + fs.psum(x, "tp")
+
+
+def rows_of(table: Table) -> list[tuple[str, ...]]:
+    return list(table.rows)
+
+
+def test_origins_of_collectives() -> None:
+    mapped = fs.shard_map(Model(), mesh=MESH, in_specs=P(), out_specs=P())
+    x = torch.ones(4, requires_grad=True)
+    with fs.comm_log() as log:
+        mapped(x).sum().backward()
+    assert [(row[0], row[1]) for row in rows_of(log.by("module")) if row[1]] == [
+        ("Model.layers.0", "2"), ("Model.layers.1", "2"), ("Model", "1")
+    ]  # fmt: skip
+    assert [row[:2] for row in rows_of(log.by("dtype", "axes"))][:2] == [
+        ("float32", "tp"), ("float64", "dp")
+    ]  # fmt: skip
+    lines = {row[0]: row[1] for row in rows_of(log.by("line")) if row[1]}
+    first = Layer.forward.__code__.co_firstlineno + 1
+    assert lines[f"{__file__}:{first}"] == "4"
+    calls = {row[0] for row in rows_of(log.by("call"))}
+    assert "fs.psum" in calls
+    assert any(call.startswith("backward of fs.pcast") for call in calls)
+    assert log.by("line").footer[0][1:] == log.table.footer[0][2:]
+
+
+def test_boundary_is_apart_from_the_body() -> None:
+    mapped = fs.shard_map(
+        lambda x: fs.psum(x, "tp"), mesh=MESH, in_specs=P("dp"), out_specs=P("dp")
+    )
+    with fs.comm_log() as log:
+        mapped(torch.ones(4))
+    rows = {row[0]: row[1] for row in rows_of(log.by("call"))}
+    boundary = next(call for call in rows if call.startswith("the boundary of"))
+    assert rows == {"fs.psum": "1", boundary: "1"}
+
+
+def test_programs_are_named_by_their_layouts() -> None:
+    pair = fs.shard(torch.ones(8), spec(P("tp"), 8))
+    with fs.comm_log() as log:
+        fs.reshard(pair, P("dp"))
+    ((call, *_),) = rows_of(log.by("call"))
+    assert call.startswith("the program to f32[8@dp] (f32[8@tp]")
+
+
+def test_unknown_fields_are_refused() -> None:
+    with pytest.raises(fs.ShardingError, match="fields must be among operation, axes, dtype"):
+        example().by("lines")
+    with pytest.raises(fs.ShardingError, match="did you mean 'line'"):
+        example().by("lines")
+    with pytest.raises(fs.ShardingError, match="fields must be among"):
+        example().by()
+
+
+def test_assert_only() -> None:
+    pair = fs.shard(torch.ones(8), spec(P("tp"), 8))
+    with fs.comm_log() as log:
+        fs.reshard(pair, P())
+    log.assert_only({("all_gather", "tp"): 1}, backward={})
+    log.assert_only({"all_gather": 1})
+    with pytest.raises(AssertionError, match=r"all_gather +tp +0 +1 +\d+ B +differs"):
+        log.assert_only({})
+    with pytest.raises(AssertionError, match=r"backward +all_reduce +1 +0"):
+        log.assert_only({"all_gather": 1}, backward={"all_reduce": 1})
+
+
+def test_module_hooks_end_with_the_block() -> None:
+    hooks = torch.nn.modules.module
+    before = len(hooks._global_forward_pre_hooks), len(hooks._global_forward_hooks)
+    with pytest.raises(RuntimeError), fs.comm_log():
+        raise RuntimeError
+    assert (len(hooks._global_forward_pre_hooks), len(hooks._global_forward_hooks)) == before
+
+
+def test_a_profiler_shows_calls() -> None:
+    pair = fs.shard(torch.ones(8), spec(P("tp"), 8))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        fs.reshard(pair, P())
+    assert "the program to f32[8]" in {event.name for event in profile.events()}
 
 
 def test_log_as_html() -> None:
     log = example()
-    bundle = log._repr_mimebundle_()  # type: ignore[attr-defined]
+    bundle = log._repr_mimebundle_()
     assert bundle["text/plain"] == str(log)
     assert "<table" in bundle["text/html"]
     assert "1,234 B" in bundle["text/html"]

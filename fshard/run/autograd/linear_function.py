@@ -149,6 +149,15 @@ class ProgramGroup:
     def run_on_shards(self, xs: Tensors) -> Tensors:
         """Run the programs on the shards of all ranks of a simulation."""
         mesh = self.mesh
+        with labelled(self._cached("label", self._label)):
+            return self._run_on_shards(mesh, xs)
+
+    def _label(self) -> Label:
+        several = len(self.progs) > 1
+        name = "a batch of programs" if several else f"the program to {self.progs[0].dst}"
+        return Label(name, self.mesh, arguments=self.text)
+
+    def _run_on_shards(self, mesh: Mesh, xs: Tensors) -> Tensors:
         if len(self.progs) == 1:
             return run_on_shards(self.progs[0], mesh, xs)
         n = mesh.size

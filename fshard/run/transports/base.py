@@ -19,7 +19,7 @@ from typing import NoReturn, Protocol, TypeVar
 
 import torch
 
-from fshard._torch.autograd_state import graph_task_id
+from fshard._torch.autograd_state import graph_task_id, is_profiling
 from fshard._torch.process_groups import default_group
 from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import fail
@@ -101,12 +101,12 @@ def own_transport() -> Transport | None:
 
 
 def direct_transport() -> Transport | None:
-    """Return this process's own transport if its collectives are neither checked nor observed.
+    """Return this process's own transport if its collectives are not checked, observed or profiled.
 
     Recorded collectives can then be replayed without it. None also if its process groups were
     replaced, which raises in the transport.
     """
-    if _OBSERVERS and _OBSERVED.get():
+    if is_observed() or is_profiling():
         return None
     if not _WORLD or _RANK.get() is not None or CHECKED.get() is not None:
         return None
@@ -238,17 +238,26 @@ LABEL: ContextVar[Label | None] = ContextVar("fshard_label", default=None)
 
 
 class labelled:  # noqa: N801 - a context manager; as a generator it would cost twice as much
-    """Set the label of launches in the block, unless one is set already."""
+    """Set the label of launches in the block, unless one is set already.
 
-    __slots__ = ("label", "token")
+    A profiler of PyTorch shows the block as a range of the label's name.
+    """
 
-    def __init__(self, label: Label) -> None:
+    __slots__ = ("label", "range", "token")
+
+    def __init__(self, label: Label | None) -> None:
         self.label = label
 
     def __enter__(self) -> None:
         self.token = LABEL.set(LABEL.get() or self.label)
+        self.range = None
+        if self.label is not None and is_profiling():
+            self.range = torch.profiler.record_function(self.label.name)
+            self.range.__enter__()
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
+        if self.range is not None:
+            self.range.__exit__(*error)
         LABEL.reset(self.token)
 
 
@@ -267,13 +276,23 @@ def with_label(label: Label, finish: Callable[[], T]) -> Callable[[], T]:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One collective of one rank, with the bytes it sent; `phase` is "forward" or "backward"."""
+    """One collective of one rank.
+
+    Attributes:
+        op: its name.
+        axes: the mesh axes along which its ranks differ.
+        nbytes: bytes that the rank sends.
+        rank: the rank.
+        phase: "forward" or "backward".
+        dtype: dtype that is sent, None if it is unknown.
+    """
 
     op: str
     axes: tuple[str, ...]
     nbytes: int
     rank: int
     phase: str
+    dtype: torch.dtype | None = None
 
 
 _OBSERVERS: list[Callable[[Event], None]] = []
@@ -322,11 +341,19 @@ class backward_phase:  # noqa: N801 - a context manager; as a generator it would
         CHECKED.reset(checked)
 
 
-def notify(op: str, axes: tuple[str, ...], nbytes: int, rank: int) -> None:
+def is_observed() -> bool:
+    """Return True if an observer is called for collectives of this thread."""
+    return bool(_OBSERVERS) and _OBSERVED.get()
+
+
+def notify(
+    op: str, axes: tuple[str, ...], nbytes: int, rank: int, dtype: torch.dtype | None = None
+) -> None:  # fmt: skip
     """Call all observers for one collective."""
-    if _OBSERVERS and _OBSERVED.get():
+    if is_observed():
         # A checkpoint recomputes forward collectives in the backward pass: they count there too.
         in_backward = graph_task_id() != -1
-        event = Event(op, axes, nbytes, rank, "backward" if in_backward else _PHASE.get())
+        phase = "backward" if in_backward else _PHASE.get()
+        event = Event(op, axes, nbytes, rank, phase, dtype)
         for observer in tuple(_OBSERVERS):
             observer(event)

@@ -19,7 +19,15 @@ from fshard._util.errors import ShardingError
 from fshard._util.text import one_line
 from fshard._util.tracebacks import is_users
 from fshard.layout.mesh import Mesh
-from fshard.run.transports.base import CHECKED, LABEL, Group, Label, current_transport, is_simulated
+from fshard.run.transports.base import (
+    CHECKED,
+    LABEL,
+    Group,
+    Label,
+    current_transport,
+    is_observed,
+    is_simulated,
+)
 
 Fingerprint = tuple[object, ...]
 """A label, the transport's method, and its arguments."""
@@ -61,6 +69,11 @@ def user_line(thread: int | None, label: object) -> str:
     return position + (f", of the call at {call}" if call and call != line else "")
 
 
+def position() -> str:
+    """Return `file:line` of the user's code that runs in this thread, or ""."""
+    return _line(sys._getframe())
+
+
 def call_line() -> str:
     """Return `file:line` of the user's call for a later launch; "" if nothing checks it."""
     if CHECKED.get() is None and not is_simulated():
@@ -69,9 +82,9 @@ def call_line() -> str:
 
 
 def backward_label() -> Label | None:
-    """Return the label for the backward of the running launch; None if it is not checked."""
+    """Return the label for the backward of the running launch; None if nothing reads it."""
     label, checked = LABEL.get(), CHECKED.get()
-    if label is None or (checked is None and not is_simulated()):
+    if label is None or (checked is None and not is_simulated() and not is_observed()):
         return None
     line = label.line or _line(sys._getframe())
     name, mesh = f"backward of {label.name}", label.mesh

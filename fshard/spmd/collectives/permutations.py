@@ -73,7 +73,7 @@ class PermuteOp:
         if source is not None:
             receive[source] = sum(map(math.prod, shapes))
         nbytes = 0 if target in (None, index) else nbytes_of(flat)
-        notify("ppermute", self.axes, nbytes, transport.rank)
+        notify("ppermute", self.axes, nbytes, transport.rank, flat.dtype)
         payload = flat if target is not None else flat[:0]
         finish_exchange = transport.all_to_all(payload, send, receive, group)
 
@@ -111,7 +111,8 @@ class BroadcastOp:
         by_source = [flat.numel() if i == self.source else 0 for i in range(n)]
         shapes = [x.shape for x in xs]
         if self.transposed:
-            notify("reduce", self.axes, 0 if is_source else nbytes_of(flat), transport.rank)
+            nbytes = 0 if is_source else nbytes_of(flat)
+            notify("reduce", self.axes, nbytes, transport.rank, flat.dtype)
             finish_exchange = transport.all_to_all(flat, by_source, at_source, group)
 
             def finish_sum() -> Tensors:
@@ -122,7 +123,7 @@ class BroadcastOp:
 
             return finish_sum
         nbytes = (n - 1) * nbytes_of(flat) if is_source else 0
-        notify("broadcast", self.axes, nbytes, transport.rank)
+        notify("broadcast", self.axes, nbytes, transport.rank, flat.dtype)
         payload = flat.repeat(n if is_source else 0)
         finish = transport.all_to_all(payload, at_source, by_source, group)
         return lambda: split_flat(finish(), shapes)

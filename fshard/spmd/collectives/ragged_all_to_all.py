@@ -58,7 +58,7 @@ class RaggedOp:
         width = math.prod(x.shape[1:])
         num_sent = sum(self.send) - self.send[group.index(transport.rank)]
         nbytes = num_sent * width * x.element_size()
-        notify("ragged_all_to_all", self.axes, nbytes, transport.rank)
+        notify("ragged_all_to_all", self.axes, nbytes, transport.rank, x.dtype)
         send, receive = [n * width for n in self.send], [n * width for n in self.receive]
         finish = transport.all_to_all(x.reshape(-1), send, receive, group)
         shape = (sum(self.receive), *x.shape[1:])

@@ -1,0 +1,261 @@
+"""`comm_log`: collectives that ran, counted per operation and axes, forward and backward apart."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from fshard._util.errors import did_you_mean, fail
+from fshard._util.text import WIDTH, bytes_text, plural
+from fshard.run.raw_collectives import observed_raw_collectives
+from fshard.run.transports.base import Event, observe
+from fshard.show.comm.expected_counts import Counts, compare_counts
+from fshard.show.comm.origin import current_origin, tracked_modules
+from fshard.show.comm.phase import Key, Launch, Phase, launch_of
+from fshard.show.table import Column, Table
+
+FIGURES = (
+    Column("forward", right=True), Column("bytes", right=True), Column("backward", right=True),
+    Column("bytes", right=True),
+)  # fmt: skip
+"""Columns after those of the fields."""
+
+TOTAL_NOTE = "each figure is the busiest rank's, so rows need not add up to the total"
+
+
+class CommLog:
+    """Collectives that ran in a `with fs.comm_log()` block; it stays readable after the block.
+
+    It prints as a table, in rich and in a notebook.
+
+    Attributes:
+        forward: Counts and bytes of forward passes, with the same properties.
+        backward: Counts and bytes of backward passes, with the same properties.
+
+    >>> import torch
+    >>> import fshard as fs
+    >>> src = fs.Spec(fs.Mesh(x=2), fs.P("x"), shape=(4,))
+    >>> with fs.comm_log() as log:
+    ...     y = fs.redistribute(src, src.replace(partition=fs.P()))((torch.ones(2),) * 2)
+    >>> log.counts["all_gather", "x"], log.total_bytes
+    (1, 8)
+    """
+
+    __slots__ = ("_all", "backward", "forward")
+
+    def __init__(self) -> None:
+        self.forward, self.backward, self._all = Phase(), Phase(), Phase()
+
+    def _record(self, event: Event) -> None:
+        phase = self.backward if event.phase == "backward" else self.forward
+        launch = launch_of(event, current_origin())
+        for log in (phase, self._all):
+            log._record(launch, event)
+
+    @property
+    def counts(self) -> Counter[Key]:
+        """Number of launches of each operation: `log.counts["all_reduce", "tp"]`."""
+        return self._all.counts
+
+    @property
+    def bytes(self) -> Counter[Key]:
+        """Bytes that the busiest rank sent in each operation, as for `counts`."""
+        return self._all.bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that the busiest rank sent in all operations."""
+        return self._all.total_bytes
+
+    def assert_only(self, counts: Counts, *, backward: Counts | None = None) -> None:
+        """Assert that these collectives ran and no others.
+
+        Args:
+            counts: Launches in forward passes, by operation, `{"all_reduce": 1}`, or by operation
+                and axes, `{("all_reduce", "tp"): 1}`.
+            backward: The same for backward passes; not compared if None.
+
+        Raises:
+            AssertionError: If a count differs; the text is a table of expected and counted ones.
+
+        >>> import fshard as fs
+        >>> with fs.comm_log() as log:
+        ...     pass
+        >>> log.assert_only({}, backward={})
+        """
+        phases = [("forward", self.forward, counts, None)]
+        phases += [("backward", self.backward, backward, None)] if backward is not None else []
+        compare_counts("CommLog.assert_only", phases)
+
+    def by(self, *fields: str) -> Table:
+        """Return a table with one row for each combination of fields.
+
+        Args:
+            fields: Any of "operation", "axes", "dtype", "call" (the call of fshard, and the
+                layouts of a program), "module" (the path of the `torch.nn.Module` whose forward
+                runs) and "line" (the user's source line, that of `backward()` in backward passes).
+
+        Returns:
+            A table of launches and bytes in both phases, as text, in rich and as HTML.
+
+        Raises:
+            ShardingError: If a field is unknown.
+
+        >>> import torch
+        >>> import fshard as fs
+        >>> x = fs.shard(torch.arange(4.0), fs.Mesh(tp=2), fs.P("tp"))
+        >>> with fs.comm_log() as log:
+        ...     _ = fs.reshard(x, fs.P())
+        >>> print(log.by("call", "dtype"))
+        1 collective, 8 B sent by the busiest rank
+        call                                    dtype    forward  bytes  backward  bytes
+        ────────────────────────────────────────────────────────────────────────────────
+        the program to f32[4] (f32[4@tp],       float32        1    8 B
+        all_gather(tp, dim 0))
+        ────────────────────────────────────────────────────────────────────────────────
+        total                                                  1    8 B
+        """
+        unknown = [field for field in fields if field not in Launch._fields]
+        if unknown or not fields:
+            names = ", ".join(Launch._fields)
+            fail("CommLog.by", f"fields {', '.join(map(repr, unknown)) or '()'}",
+                 f"fields must be among {names}",
+                 did_you_mean(unknown[0] if unknown else "", Launch._fields, "'line'"))  # fmt: skip
+        return self._table(fields)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the log as lists, strings and ints only, ready for JSON."""
+        result: dict[str, Any] = {"total_bytes": self.total_bytes}
+        for name, phase in (("forward", self.forward), ("backward", self.backward)):
+            counts, sent = (phase._grouped(which, lambda launch: launch) for which in (0, 1))
+            result[name] = [
+                {"op": launch.operation, **launch._asdict(), "axes": list(launch.axes),
+                 "count": counts[launch], "bytes": sent[launch]}
+                for launch in counts
+            ]  # fmt: skip
+            for row in result[name]:
+                del row["operation"]
+        return result
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the log to a file: JSON if its name ends in `.json`, else HTML or text.
+
+        Args:
+            path: The file; `.json` has every launch by all fields, `.html` and others the table.
+
+        >>> import fshard as fs
+        >>> with fs.comm_log() as log:
+        ...     pass
+        >>> log.save("/dev/null")
+        """
+        file = Path(path)
+        match file.suffix:
+            case ".json":
+                text = json.dumps(self.to_dict(), indent=2)
+            case ".html":
+                text = self.html()
+            case _:
+                text = str(self)
+        file.write_text(f"{text}\n", encoding="utf-8")
+
+    @property
+    def table(self) -> Table:
+        """One row per operation and axes, and the total of the busiest rank."""
+        return self._table(("operation", "axes"))
+
+    def _table(self, fields: Sequence[str]) -> Table:
+        """Return the table of launches grouped by fields."""
+        phases = (self.forward, self.backward)
+
+        def key_of(launch: Launch) -> tuple[str, ...]:
+            return tuple(_cell(name, getattr(launch, name)) for name in fields)
+
+        counts, sent = ([phase._grouped(which, key_of) for phase in phases] for which in (0, 1))
+        rows = []
+        for key in self._all._grouped(0, key_of):
+            cells = [*key]
+            for launches, nbytes in zip(counts, sent, strict=True):
+                number = launches[key]
+                cells += [f"{number:,}", bytes_text(nbytes[key])] if number else ["", ""]
+            rows.append(tuple(cells))
+        total = ["total", *[""] * (len(fields) - 1)]
+        for phase, launches in zip(phases, counts, strict=True):
+            number = launches.total()
+            total += [f"{number:,}", bytes_text(phase.total_bytes)] if number else ["", ""]
+        title = (f"{plural(self.counts.total(), 'collective')}, "
+                 f"{bytes_text(self.total_bytes)} sent by the busiest rank")  # fmt: skip
+        most = [sum(nbytes.values()) for nbytes in sent]
+        notes = () if sum(most) == self.total_bytes else (TOTAL_NOTE,)
+        columns = tuple(Column(name, wrap=name != "operation") for name in fields)
+        return Table(title, (*columns, *FIGURES), tuple(rows), (tuple(total),), notes)
+
+    def text(self, width: int = WIDTH) -> str:
+        """Return plain text of at most `width` columns."""
+        return self.table.text(width) if self.counts else "no collective ran"
+
+    def __str__(self) -> str:
+        return self.text()
+
+    __repr__ = __str__
+
+    def __rich__(self) -> Any:
+        return self.table if self.counts else "no collective ran"
+
+    def html(self) -> str:
+        """Return a self-contained HTML table."""
+        return self.table.html() if self.counts else "<div>no collective ran</div>"
+
+    def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
+        return {"text/plain": str(self), "text/html": self.html()}
+
+
+def _cell(field: str, value: Any) -> str:
+    """Return a field of a launch as text."""
+    if field == "axes":
+        return ", ".join(value) or "(between meshes)"
+    return str(value)
+
+
+@contextmanager
+def comm_log(*, raw: bool = False) -> Iterator[CommLog]:
+    """Count the collectives that run in a `with` block, on every simulated rank or on this one.
+
+    Blocks may nest: the outer log counts everything that runs in the inner block too. Collectives
+    of backward passes are counted apart. Collectives at the boundary of a mapped function have
+    the call "the boundary of ..." in `log.by("call")`.
+
+    Args:
+        raw: If True, count collectives of this process that fshard did not launch, too: those of
+            `torch.distributed`, functional collectives and DTensor. Their axes are the ranks of
+            their group. Every operation in the block then passes a dispatch mode.
+
+    Returns:
+        A context manager that gives the `CommLog`.
+
+    >>> import torch
+    >>> import fshard as fs
+    >>> x = fs.shard(torch.arange(4.0), fs.Spec(fs.Mesh(tp=2), fs.P("tp"), shape=(4,)))
+    >>> with fs.comm_log() as log:
+    ...     _ = fs.reshard(x, fs.P())
+    >>> log.counts["all_gather", "tp"], log.bytes["all_gather", "tp"]
+    (1, 8)
+    >>> print(log)
+    1 collective, 8 B sent by the busiest rank
+    operation   axes  forward  bytes  backward  bytes
+    ─────────────────────────────────────────────────
+    all_gather  tp          1    8 B
+    ─────────────────────────────────────────────────
+    total                   1    8 B
+    """
+    log = CommLog()
+    with ExitStack() as stack:
+        stack.enter_context(observe(log._record))
+        stack.enter_context(tracked_modules())
+        if raw:
+            stack.enter_context(observed_raw_collectives())
+        yield log
