@@ -21,11 +21,21 @@ OPERANDS = ("input", "inputs", "input_tensor", "input_tensors", "input_list", "t
 
 
 class RawCollective(NamedTuple):
-    """Call of a collective of PyTorch: the operation, its group, the operands of this rank."""
+    """Call of a collective of PyTorch.
+
+    Attributes:
+        operation: fshard's name of it.
+        group: the process group, or its name.
+        operands: tensors that this rank sends, none where it only receives.
+        dtype: dtype of the tensors.
+        root: index in the group of the rank that alone sends or receives, or None.
+    """
 
     operation: str
     group: Any
     operands: tuple[torch.Tensor, ...]
+    dtype: torch.dtype | None
+    root: int | None
 
 
 class CollectiveOps(TorchDispatchMode):
@@ -53,5 +63,9 @@ class CollectiveOps(TorchDispatchMode):
         if starts:
             operand = next((given[key] for key in OPERANDS if key in given), ())
             tensors = tuple(x for x in tree_leaves(operand) if isinstance(x, torch.Tensor))
+            dtypes = [x.dtype for x in tree_leaves(given) if isinstance(x, torch.Tensor)]
             group = given.get("group_name", given.get("process_group"))
-            self.report(RawCollective(OPERATIONS[max(starts, key=len)], group, tensors))
+            root = given.get("root_rank", given.get("src"))
+            operation = OPERATIONS[max(starts, key=len)]
+            dtype = dtypes[0] if dtypes else None
+            self.report(RawCollective(operation, group, tensors, dtype, root))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Any, overload
@@ -32,6 +33,7 @@ from fshard.program.steps import (
     Step,
 )
 
+LOGGER = logging.getLogger("fshard.plan")
 COLLECTIVES = (AllGather, AllReduce, AllToAll, CollectivePermute, ReduceScatter)
 """Step types in which a rank may receive more than it lacks: all but the exchange."""
 
@@ -124,6 +126,8 @@ def _plan(src: Spec, dst: Spec, options: PlanOptions) -> Program:
     raise_if("fs.redistribute", _problems(src, dst, options))
     prog = _find(src, dst, options)
     if prog is not None:
+        if LOGGER.isEnabledFor(logging.DEBUG):
+            LOGGER.debug("%s\n  %s", prog, prog.cost())
         return prog
     fail("fs.redistribute", f"{src} -> {dst}{options.restrictions()}",
          "no program meets the restrictions", _fix(src, dst, options))  # fmt: skip

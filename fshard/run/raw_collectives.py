@@ -25,7 +25,7 @@ def observed_raw_collectives() -> Iterator[None]:
 
 
 def _notify(call: RawCollective) -> None:
-    if LABEL.get() is not None or not call.operands:
+    if LABEL.get() is not None:
         return  # launched by fshard, which has notified already
     group = call.group
     if isinstance(group, str):
@@ -33,20 +33,26 @@ def _notify(call: RawCollective) -> None:
     elif isinstance(group, torch.ScriptObject):
         group = dist.ProcessGroup.unbox(group)
     ranks = dist.get_process_group_ranks(group)
-    local = sum(x.nbytes for x in call.operands)
-    first = call.operands[0]
-    sent = _sent(call.operation, len(ranks), local, first.element_size())
+    is_root = call.root is None or ranks[call.root] == dist.get_rank()
     names = f"ranks {', '.join(map(str, ranks))}"
-    notify(call.operation, (names,), sent, dist.get_rank(), first.dtype)
+    notify(call.operation, (names,), _sent(call, len(ranks), is_root), dist.get_rank(), call.dtype)
 
 
-def _sent(operation: str, n: int, local: int, item: int) -> int:
-    """Return the bytes that a rank sends, by the formulas of programs; others send the operand."""
-    match operation:
+def _sent(call: RawCollective, n: int, is_root: bool) -> int:
+    """Return the bytes that this rank sends to others, by the formulas of programs."""
+    local = sum(x.nbytes for x in call.operands)
+    match call.operation:
         case "all_reduce":
+            item = 1 if call.dtype is None else call.dtype.itemsize
             return all_reduce_traffic(n, local, item).sent
         case "all_gather":
             return all_gather_traffic(n, local).sent
         case "reduce_scatter" | "all_to_all":
             return all_to_all_traffic(n, local).sent
+        case "broadcast":
+            return (n - 1) * local if is_root else 0
+        case "scatter":
+            return local - local // n if is_root else 0
+        case "reduce" | "gather":
+            return 0 if is_root else local
     return local

@@ -15,3 +15,4 @@ from fshard.show import notebook as notebook
 from fshard.show import partition_table as partition_table
 from fshard.show import progress_bar as progress_bar
 from fshard.show import zero_stages as zero_stages
+from fshard.show.comm import comm_logging as comm_logging

@@ -1,0 +1,48 @@
+"""Loggers of plans and collectives, switched on by `FSHARD_LOGS`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+
+import fshard as fs
+from fshard.show.comm.comm_logging import configure_logs
+
+SCRIPT = """
+import torch, fshard as fs
+x = fs.shard(torch.ones(4), fs.Mesh(x=2), fs.P("x"))
+fs.reshard(x, fs.P())
+"""
+
+
+def stderr_of(variable: str) -> str:
+    env = {**os.environ, "FSHARD_LOGS": variable}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, timeout=60
+    )
+    return done.stderr
+
+
+def test_variable_prints_plans_and_collectives() -> None:
+    text = stderr_of("plan,comm")
+    assert "fshard.plan: f32[4@x] -> f32[4] on Mesh(x=2)\n  all_gather(x, dim 0)" in text
+    assert "fshard.comm: rank 0: all_gather over x, 8 B sent, forward, the program to" in text
+    assert "fshard.comm" not in stderr_of("plan")
+
+
+def test_unknown_logs_are_refused() -> None:
+    with pytest.raises(fs.ShardingError, match=r"names must be among plan, comm(.|\n)*'comm'"):
+        configure_logs("com")
+
+
+def test_plans_are_logged_where_their_logger_is_enabled(caplog: pytest.LogCaptureFixture) -> None:
+    src = fs.Spec(fs.Mesh(x=2), fs.P("x"), shape=(1994,))
+    with caplog.at_level(logging.DEBUG, logger="fshard.plan"):
+        fs.redistribute(src, src.replace(partition=fs.P()))
+        fs.redistribute(src, src.replace(partition=fs.P()))  # from the cache
+    assert len(caplog.records) == 1
+    assert "f32[1994@x] -> f32[1994]" in caplog.records[0].getMessage()
