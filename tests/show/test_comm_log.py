@@ -240,19 +240,23 @@ def test_table_notes_if_rows_do_not_add_up() -> None:
 def test_dict_is_json() -> None:
     logged = example().to_dict()
     assert json.loads(json.dumps(logged)) == logged
-    fields = {"dtype": "float32", "call": "", "module": ""}
-    rows = [{k: v for k, v in row.items() if k != "line"} for row in logged["backward"]]
-    assert rows == [
-        {"op": "all_reduce", "axes": ["tp"], **fields, "count": 1, "bytes": 1234},
-        {"op": "all_reduce", "axes": ["dp", "tp"], **fields, "count": 1, "bytes": 0},
-    ]
-    assert logged["total_bytes"] == 2468
+    assert logged == {
+        "total_bytes": 2468,
+        "forward": [{"op": "all_reduce", "axes": ["tp"], "count": 1, "bytes": 1234}],
+        "backward": [
+            {"op": "all_reduce", "axes": ["tp"], "count": 1, "bytes": 1234},
+            {"op": "all_reduce", "axes": ["dp", "tp"], "count": 1, "bytes": 0},
+        ],
+    }
+    by_dtype = example().to_dict("dtype")
+    assert by_dtype["backward"] == [{"dtype": "float32", "count": 2, "bytes": 1234}]
 
 
 def test_saved_files(tmp_path: Path) -> None:
     log = example()
+    everything = log.to_dict("operation", "axes", "dtype", "call", "module", "line")
     for name, text in {
-        "log.json": json.dumps(log.to_dict(), indent=2), "log.html": log.html(), "log": str(log),
+        "log.json": json.dumps(everything, indent=2), "log.html": log.html(), "log": str(log),
     }.items():  # fmt: skip
         log.save(tmp_path / name)
         assert (tmp_path / name).read_text(encoding="utf-8") == text + "\n"

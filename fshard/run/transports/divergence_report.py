@@ -43,15 +43,34 @@ def user_frame(frame: FrameType | None) -> FrameType | None:
     return frame
 
 
+Place = tuple[str, int]
+"""A file and a line in it."""
+_IS_USERS: dict[str, bool] = {}
+"""By file, whether its frames are the user's."""
+
+
+def place_of(frame: FrameType | None) -> Place | None:
+    """Return the place of the innermost frame that is the user's; it is called often."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        known = _IS_USERS.get(file)
+        if known is None:
+            known = _IS_USERS[file] = is_users(frame)
+        if known:
+            return file, frame.f_lineno
+        frame = frame.f_back
+    return None
+
+
 def _line(frame: FrameType | None) -> str:
     """Return `file:line` of the user's frame, or ""."""
-    user = user_frame(frame)
-    return "" if user is None else _position(user, user.f_lineno)
+    place = place_of(frame)
+    return "" if place is None else position_text(*place)
 
 
-def _position(frame: FrameType, line: int | None) -> str:
+def position_text(file: str, line: int | None) -> str:
     """Return `file:line`, or IPython's name of a notebook's cell and the line."""
-    file, ipython = frame.f_code.co_filename, sys.modules.get("IPython")
+    ipython = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
     cell = None if shell is None else shell.compile.format_code_name(file)
     return f"{file}:{line}" if cell is None else f"{' '.join(cell)}, line {line}"
@@ -67,11 +86,6 @@ def user_line(thread: int | None, label: object) -> str:
     call = label.line if isinstance(label, Label) else ""
     position = f" at {line}" if line else ""
     return position + (f", of the call at {call}" if call and call != line else "")
-
-
-def position() -> str:
-    """Return `file:line` of the user's code that runs in this thread, or ""."""
-    return _line(sys._getframe())
 
 
 def call_line() -> str:
@@ -96,7 +110,9 @@ def raise_line(traceback: TracebackType | None) -> str:
     position = ""
     while traceback is not None:
         if is_users(traceback.tb_frame):
-            position = f" at {_position(traceback.tb_frame, traceback.tb_lineno)}"
+            position = (
+                f" at {position_text(traceback.tb_frame.f_code.co_filename, traceback.tb_lineno)}"
+            )
         traceback = traceback.tb_next
     return position
 

@@ -15,8 +15,8 @@ from fshard._util.text import WIDTH, bytes_text, plural
 from fshard.run.raw_collectives import observed_raw_collectives
 from fshard.run.transports.base import Event, observe
 from fshard.show.comm.expected_counts import Counts, compare_counts
-from fshard.show.comm.origin import current_origin, tracked_modules
-from fshard.show.comm.phase import Key, Launch, Phase, launch_of
+from fshard.show.comm.origin import tracked_modules
+from fshard.show.comm.phase import FIELDS, Key, Phase
 from fshard.show.table import Column, Table
 
 FIGURES = (
@@ -46,16 +46,18 @@ class CommLog:
     (1, 8)
     """
 
-    __slots__ = ("_all", "backward", "forward")
+    __slots__ = ("backward", "forward")
 
     def __init__(self) -> None:
-        self.forward, self.backward, self._all = Phase(), Phase(), Phase()
+        self.forward, self.backward = Phase(), Phase()
 
     def _record(self, event: Event) -> None:
-        phase = self.backward if event.phase == "backward" else self.forward
-        launch = launch_of(event, current_origin())
-        for log in (phase, self._all):
-            log._record(launch, event)
+        (self.backward if event.phase == "backward" else self.forward).record(event)
+
+    @property
+    def _all(self) -> Phase:
+        """The launches of both phases."""
+        return self.forward + self.backward
 
     @property
     def counts(self) -> Counter[Key]:
@@ -120,27 +122,38 @@ class CommLog:
         ────────────────────────────────────────────────────────────────────────────────
         total                                                  1    8 B
         """
-        unknown = [field for field in fields if field not in Launch._fields]
-        if unknown or not fields:
-            names = ", ".join(Launch._fields)
-            fail("CommLog.by", f"fields {', '.join(map(repr, unknown)) or '()'}",
-                 f"fields must be among {names}",
-                 did_you_mean(unknown[0] if unknown else "", Launch._fields, "'line'"))  # fmt: skip
-        return self._table(fields)
+        return self._table(self._fields("CommLog.by", fields))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the log as lists, strings and ints only, ready for JSON."""
+    def to_dict(self, *fields: str) -> dict[str, Any]:
+        """Return the log as lists, strings and ints only, ready for JSON.
+
+        Args:
+            fields: Fields that distinguish rows, as for `by`; by default operation and axes.
+
+        >>> import fshard as fs
+        >>> with fs.comm_log() as log:
+        ...     pass
+        >>> log.to_dict()
+        {'total_bytes': 0, 'forward': [], 'backward': []}
+        """
+        names = self._fields("CommLog.to_dict", fields or ("operation", "axes"))
         result: dict[str, Any] = {"total_bytes": self.total_bytes}
         for name, phase in (("forward", self.forward), ("backward", self.backward)):
-            counts, sent = (phase._grouped(which, lambda launch: launch) for which in (0, 1))
+            counts, sent = phase.grouped(0, names), phase.grouped(1, names)
             result[name] = [
-                {"op": launch.operation, **launch._asdict(), "axes": list(launch.axes),
-                 "count": counts[launch], "bytes": sent[launch]}
-                for launch in counts
-            ]  # fmt: skip
-            for row in result[name]:
-                del row["operation"]
+                {**_json_row(names, key), "count": counts[key], "bytes": sent[key]}
+                for key in counts
+            ]
         return result
+
+    def _fields(self, where: str, fields: Sequence[str]) -> tuple[str, ...]:
+        """Return fields; raise `ShardingError` if one is unknown or none is given."""
+        unknown = [field for field in fields if field not in FIELDS]
+        if unknown or not fields:
+            fail(where, f"fields {', '.join(map(repr, unknown)) or '()'}",
+                 f"fields must be among {', '.join(FIELDS)}",
+                 did_you_mean(unknown[0] if unknown else "", FIELDS, "'line'"))  # fmt: skip
+        return tuple(fields)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the log to a file: JSON if its name ends in `.json`, else HTML or text.
@@ -156,7 +169,7 @@ class CommLog:
         file = Path(path)
         match file.suffix:
             case ".json":
-                text = json.dumps(self.to_dict(), indent=2)
+                text = json.dumps(self.to_dict(*FIELDS), indent=2)
             case ".html":
                 text = self.html()
             case _:
@@ -171,14 +184,10 @@ class CommLog:
     def _table(self, fields: Sequence[str]) -> Table:
         """Return the table of launches grouped by fields."""
         phases = (self.forward, self.backward)
-
-        def key_of(launch: Launch) -> tuple[str, ...]:
-            return tuple(_cell(name, getattr(launch, name)) for name in fields)
-
-        counts, sent = ([phase._grouped(which, key_of) for phase in phases] for which in (0, 1))
+        counts, sent = ([phase.grouped(which, fields) for phase in phases] for which in (0, 1))
         rows = []
-        for key in self._all._grouped(0, key_of):
-            cells = [*key]
+        for key in self._all.grouped(0, fields):
+            cells = [_cell(*item) for item in zip(fields, key, strict=True)]
             for launches, nbytes in zip(counts, sent, strict=True):
                 number = launches[key]
                 cells += [f"{number:,}", bytes_text(nbytes[key])] if number else ["", ""]
@@ -212,6 +221,14 @@ class CommLog:
 
     def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
         return {"text/plain": str(self), "text/html": self.html()}
+
+
+def _json_row(fields: Sequence[str], key: Sequence[Any]) -> dict[str, Any]:
+    """Return the fields of a launch by their names, with lists in the place of tuples."""
+    row = dict(zip(fields, key, strict=True))
+    if "axes" in row:
+        row["axes"] = list(row["axes"])
+    return {"op": row.pop("operation"), **row} if "operation" in row else row
 
 
 def _cell(field: str, value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fshard.run.transports.base import LABEL
-from fshard.run.transports.divergence_report import position
+from fshard.run.transports.base import LABEL, Label
+from fshard.run.transports.divergence_report import Place, place_of, position_text
 
 _MODULES: ContextVar[tuple[tuple[torch.nn.Module, str], ...]] = ContextVar(
     "fshard_modules", default=()
@@ -22,19 +23,29 @@ _NAMES: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, str]] = weakref.Wea
 
 
 class Origin(NamedTuple):
-    """Call, module path and `file:line` that launched a collective; "" where there is none."""
+    """Label, module path and place in the source of a collective that is launched."""
 
-    call: str
+    label: Label | None
     module: str
-    line: str
+    place: Place | None
+
+    @property
+    def call(self) -> str:
+        """The name and the arguments of the label, "" if there is none."""
+        return "" if self.label is None else f"{self.label.name} {self.label.arguments}".strip()
+
+    @property
+    def line(self) -> str:
+        """`file:line` of the user's code, "" if there is none."""
+        if self.label is not None and self.label.line:
+            return self.label.line
+        return "" if self.place is None else position_text(*self.place)
 
 
 def current_origin() -> Origin:
     """Return the origin of the collective that is launched in this thread."""
-    label, modules = LABEL.get(), _MODULES.get()
-    call = "" if label is None else f"{label.name} {label.arguments}".strip()
-    line = label.line if label is not None and label.line else position()
-    return Origin(call, modules[-1][1] if modules else "", line)
+    modules = _MODULES.get()
+    return Origin(LABEL.get(), modules[-1][1] if modules else "", place_of(sys._getframe()))
 
 
 @contextmanager

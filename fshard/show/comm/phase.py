@@ -3,37 +3,47 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable
-from typing import NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
 
 from fshard.run.transports.base import Event
-from fshard.show.comm.origin import Origin
+from fshard.show.comm.origin import Origin, current_origin
 
 Key = tuple[str, str | tuple[str, ...]]
 """An operation and its axis, or a tuple of several axes: `("all_reduce", "tp")`."""
-K = TypeVar("K", bound=Hashable)
+FIELDS = ("operation", "axes", "dtype", "call", "module", "line")
+"""Fields by which launches are grouped."""
 
 
 class Launch(NamedTuple):
-    """Fields by which launches are grouped; launches of equal fields are counted together."""
+    """One collective and its origin, as they are recorded; launches that are equal are counted."""
 
     operation: str
     axes: tuple[str, ...]
-    dtype: str
-    call: str
-    module: str
-    line: str
+    torch_dtype: torch.dtype | None
+    origin: Origin
 
     @property
-    def key(self) -> Key:
-        """The operation and its axis or axes."""
-        return self.operation, self.axes[0] if len(self.axes) == 1 else self.axes
+    def dtype(self) -> str:
+        """The name of the dtype that is sent, "" if it is unknown."""
+        return "" if self.torch_dtype is None else str(self.torch_dtype).removeprefix("torch.")
 
+    @property
+    def call(self) -> str:
+        """The call of fshard, with the layouts of a program."""
+        return self.origin.call
 
-def launch_of(event: Event, origin: Origin) -> Launch:
-    """Return the fields of a collective."""
-    dtype = "" if event.dtype is None else str(event.dtype).removeprefix("torch.")
-    return Launch(event.op, event.axes, dtype, *origin)
+    @property
+    def module(self) -> str:
+        """The path of the module whose forward runs."""
+        return self.origin.module
+
+    @property
+    def line(self) -> str:
+        """The user's source line."""
+        return self.origin.line
 
 
 class Phase:
@@ -45,32 +55,46 @@ class Phase:
     __slots__ = ("_ranks",)
 
     def __init__(self) -> None:
-        self._ranks: dict[int, tuple[Counter[Launch], Counter[Launch]]] = {}
+        self._ranks: dict[int, dict[Launch, list[int]]] = {}
 
-    def _record(self, launch: Launch, event: Event) -> None:
-        launches, sent = self._ranks.setdefault(event.rank, (Counter(), Counter()))
-        launches[launch] += 1
-        sent[launch] += event.nbytes
+    def __add__(self, other: Phase) -> Phase:
+        total = Phase()
+        for phase in (self, other):
+            for rank, launches in phase._ranks.items():
+                for launch, (count, nbytes) in launches.items():
+                    total._add(rank, launch, count, nbytes)
+        return total
+
+    def record(self, event: Event) -> None:
+        """Count a collective that is launched now in this thread."""
+        launch = Launch(event.op, event.axes, event.dtype, current_origin())
+        self._add(event.rank, launch, 1, event.nbytes)
+
+    def _add(self, rank: int, launch: Launch, count: int, nbytes: int) -> None:
+        figures = self._ranks.setdefault(rank, {}).setdefault(launch, [0, 0])
+        figures[0] += count
+        figures[1] += nbytes
 
     @property
     def counts(self) -> Counter[Key]:
         """Number of launches of each operation: a program that all ranks run counts once."""
-        return self._grouped(0, lambda launch: launch.key)
+        return _by_key(self.grouped(0, ("operation", "axes")))
 
     @property
     def bytes(self) -> Counter[Key]:
         """Bytes that the busiest rank sent in each operation."""
-        return self._grouped(1, lambda launch: launch.key)
+        return _by_key(self.grouped(1, ("operation", "axes")))
 
-    def _grouped(self, which: int, key_of: Callable[[Launch], K]) -> Counter[K]:
-        """Return the launches, or with `which=1` the bytes, of the busiest rank by a key."""
-        most: Counter[K] = Counter()
-        keys: dict[K, None] = {}
+    def grouped(self, which: int, fields: Sequence[str]) -> Counter[tuple[Any, ...]]:
+        """Return the launches, or with `which=1` the bytes, of the busiest rank by fields."""
+        most: Counter[tuple[Any, ...]] = Counter()
+        keys: dict[tuple[Any, ...], None] = {}
         for rank in sorted(self._ranks):
-            own: Counter[K] = Counter()
-            for launch, count in self._ranks[rank][which].items():
-                keys[key_of(launch)] = None
-                own[key_of(launch)] += count
+            own: Counter[tuple[Any, ...]] = Counter()
+            for launch, figures in self._ranks[rank].items():
+                key = tuple([getattr(launch, field) for field in fields])
+                keys[key] = None
+                own[key] += figures[which]
             most |= own
         # The union of counters drops zeros, but a launch that sends nothing is a launch.
         return Counter({key: most[key] for key in keys})
@@ -78,4 +102,11 @@ class Phase:
     @property
     def total_bytes(self) -> int:
         """Bytes that the busiest rank sent."""
-        return max((sent.total() for _, sent in self._ranks.values()), default=0)
+        sums = [sum(n for _, n in launches.values()) for launches in self._ranks.values()]
+        return max(sums, default=0)
+
+
+def _by_key(grouped: Counter[tuple[Any, ...]]) -> Counter[Key]:
+    return Counter(
+        {(op, axes[0] if len(axes) == 1 else axes): n for (op, axes), n in grouped.items()}
+    )
