@@ -31,18 +31,12 @@ from fshard.layout.tree import (
     unflatten,
 )
 from fshard.run.global_tensors import shards_of, unshard, unshard_blocks
-from fshard.run.transports.base import (
-    Label,
-    Transport,
-    current_transport,
-    is_simulated,
-    label_of,
-    labelled,
-)
+from fshard.run.transports.base import Transport, current_transport, is_simulated
 from fshard.run.transports.divergence_check import checked_collectives
 from fshard.run.transports.divergence_report import blame
 from fshard.spmd.axis_env import BoundAxes, current_axes, current_tracker
 from fshard.spmd.boundary import (
+    at_boundary,
     check_non_tensors,
     check_specs,
     empty_results,
@@ -195,10 +189,6 @@ class MappedFunction:
             redistribute_inputs=self.redistribute_inputs, check=self.check)  # fmt: skip
         other.where, other.signature = self.where, self.signature
         return other
-
-    def boundary_label(self, mesh: Mesh) -> Label:
-        """Return the label of collectives that redistribute arguments and gather results."""
-        return label_of(f"the boundary of {self.where}", mesh)
 
     def specs_of_arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -356,7 +346,7 @@ class MappedCall:
     def locals_(self) -> tuple[Any, ...]:
         """Return the locals of the arguments that have a spec: of all ranks, or of this one."""
         arguments = zip(self.arguments, self.values, strict=True)
-        with labelled(self.function.boundary_label(self.scope.mesh)):
+        with at_boundary(self.function.where, self.scope.mesh):
             return tuple([arg.to_local(x) for arg, x in arguments if arg.spec is not None])
 
     def body(self, rank: int, locals_: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -458,8 +448,7 @@ class MappedCall:
             check_replicas(self.function.where, path_specs, specs, columns)
         tensors: list[Any] = list(map(Sharded, columns, specs))
         if not self.plan.pairs:
-            label = self.function.boundary_label(self.scope.mesh)
-            with pause_types(self.outer), labelled(label):
+            with pause_types(self.outer), at_boundary(self.function.where, self.scope.mesh):
                 tensors = list(map(_unshard, tensors))
         if self.outer is not None:
             set_result_types(self.outer, self.scope, columns, tensors)
