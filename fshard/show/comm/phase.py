@@ -17,7 +17,7 @@ FIELDS = ("operation", "axes", "dtype", "call", "module", "line")
 """Fields by which launches are grouped."""
 
 
-class Launch(NamedTuple):
+class LoggedLaunch(NamedTuple):
     """One collective and its origin, as they are recorded; launches that are equal are counted."""
 
     operation: str
@@ -55,7 +55,7 @@ class Phase:
     __slots__ = ("_ranks",)
 
     def __init__(self) -> None:
-        self._ranks: dict[int, dict[Launch, list[int]]] = {}
+        self._ranks: dict[int, dict[LoggedLaunch, list[int]]] = {}
 
     def __add__(self, other: Phase) -> Phase:
         total = Phase()
@@ -67,10 +67,10 @@ class Phase:
 
     def record(self, event: Event) -> None:
         """Count a collective that is launched now in this thread."""
-        launch = Launch(event.op, event.axes, event.dtype, current_origin())
+        launch = LoggedLaunch(event.op, event.axes, event.dtype, current_origin())
         self._add(event.rank, launch, 1, event.nbytes)
 
-    def _add(self, rank: int, launch: Launch, count: int, nbytes: int) -> None:
+    def _add(self, rank: int, launch: LoggedLaunch, count: int, nbytes: int) -> None:
         figures = self._ranks.setdefault(rank, {}).setdefault(launch, [0, 0])
         figures[0] += count
         figures[1] += nbytes
