@@ -19,6 +19,5 @@ cost no Python call.
 - `saved_tensors`: hooks of saved tensors, references to storages.
 - `checkpointing`: `torch.utils.checkpoint`'s second forward pass.
 - `dynamo`: functions that `torch.compile` skips, calls while tracing or takes as nodes; constants.
-- `collective_ops`: collectives of PyTorch, seen by a dispatch mode.
 - `process_groups`: process groups, stores and placements of `torch.distributed`.
 """

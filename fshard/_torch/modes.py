@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "DisableTorchFunction", "DispatchMode", "current_dispatch_mode", "disable_dispatch_modes",
-    "dispatch_modes", "function_modes", "pop_dispatch_mode", "pop_function_mode",
+    "dispatch_modes", "function_modes", "is_dispatching_subclass", "pop_dispatch_mode",
+    "pop_function_mode",
     "push_dispatch_mode", "pushed_function_modes", "replaced_function_modes",
     "without_dispatch_modes",
 ]  # fmt: skip
@@ -25,6 +26,12 @@ class DispatchMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+def is_dispatching_subclass(cls: type) -> bool:
+    """Return True for subclasses of tensors that run operations themselves, such as DTensor."""
+    plain = torch._C._disabled_torch_dispatch_impl
+    return getattr(cls, "__torch_dispatch__", plain) is not plain
 
 
 DisableTorchFunction = torch._C.DisableTorchFunction

@@ -15,6 +15,5 @@ A call goes `execute` (checks of locals) -> `autograd/linear_function` (gradient
 - `global_tensors`, `from_local`: `fs.shard`, `fs.unshard`, `fs.reshard` and other conversions.
 - `creation`: pairs created shard by shard, by draws and factories.
 - `value_digest`: digests by which ranks compare values.
-- `raw_collectives`: collectives that bypass fshard, as events.
 - `calibrate`: `fs.calibrate`, a measured `Topology`.
 """

@@ -9,5 +9,6 @@
 - `process_end`: sockets by which a rank notices that the process of another has ended.
 - `divergence_report`: fingerprints of calls, and the errors for ranks whose calls differ.
 - `shape_only`: a transport for meta and fake tensors, which sends nothing.
+- `raw_collectives`: collectives of PyTorch that bypass fshard, as events.
 - `reduce_dtypes`: reductions of dtypes that backends cannot reduce.
 """

@@ -12,8 +12,8 @@ from typing import Any
 
 from fshard._util.errors import did_you_mean, fail
 from fshard._util.text import WIDTH, bytes_text, plural
-from fshard.run.raw_collectives import observed_raw_collectives
 from fshard.run.transports.base import Event, observe
+from fshard.run.transports.raw_collectives import observed_raw_collectives
 from fshard.show.comm.expected_counts import Counts, compare_counts
 from fshard.show.comm.origin import tracked_modules
 from fshard.show.comm.phase import FIELDS, Key, Phase
