@@ -125,6 +125,18 @@ def test_sharded_parameters_are_gathered_for_tiny_batches_too(width: int) -> Non
     assert call.cost().launches == 2
 
 
+def test_parameters_sharded_over_two_axes_are_gathered_by_one_collective_each() -> None:
+    """The gather over both axes has one latency, and those of two parameters share it."""
+    axes = ("x", "y")
+    part = fs.partition(lambda a, b, x: (x @ a).relu() @ b, mesh=Mesh(x=2, y=4), in_specs=P(axes))
+    call = part.trace(*(torch.empty(shape) for shape in ((16, 64), (64, 16), (4096, 16))))
+    steps = [step for prog in call.programs for step in prog.steps]
+    assert [(type(step), step.axes) for step in steps] == [(fs.AllGather, axes)] * 2
+    assert call.cost().launches == 1
+    assert call.out_specs[0] is not None
+    assert call.out_specs[0].partition == P(axes)
+
+
 def test_constraint_or_out_spec_becomes_reduce_scatter() -> None:
     part = fs.partition(mlp, mesh=MESH, params={"a": P(None, "tp"), "b": P("tp")},
                         in_specs=(P("dp"),), out_specs=P(("dp", "tp")))  # fmt: skip

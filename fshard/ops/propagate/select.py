@@ -51,6 +51,18 @@ class Arguments(NamedTuple):
 NO_ARGUMENTS = Arguments()
 
 
+def gathers(src: Spec, dst: Spec) -> set[tuple[str, str, str, int]]:
+    """Return the gathers between two layouts, as in `Arguments.launched`."""
+    p, q = src.partition, dst.partition
+    kept = {axis for dim in q.dims for axis in dim}
+    return {
+        (axis, "sharded", "reduced" if axis in q.reduced else "invariant", src.dtype.itemsize)
+        for dim in p.dims
+        for axis in dim
+        if axis not in kept
+    }
+
+
 class _Option(NamedTuple):
     """A role of one axis, its cost, and True if it sends.
 
@@ -117,7 +129,13 @@ def select_strategy(
 
     def planned(strategy: Strategy) -> Strategy:
         """Return a strategy with the time of its programs in place of their estimate."""
-        moves = sum(prog.cost(topology).time for prog in strategy.programs)
+        moves, launched = 0.0, {*arguments.launched}
+        for operand, prog in enumerate(strategy.programs):
+            cost, kinds = prog.cost(topology), gathers(prog.src, prog.dst)
+            moves += cost.time
+            if operand in arguments.operands and kinds:
+                moves -= cost.launches * topology.launch if kinds <= launched else 0.0
+                launched |= kinds
         return replace(strategy, time=strategy.time - estimated[id(strategy)][1] + moves)
 
     def fastest(count: int) -> list[Strategy]:
@@ -275,7 +293,7 @@ def _option(role: Role, index: int, axis: _AxisContext, hinted: bool) -> _Option
             if kind in launched:  # coalesced with that of another argument
                 saved += change.startup
             launched.add(kind)
-    moves, time = time, time - saved
+    moves = time = time - saved
     shards = role.factor is not None
     for state, (size, item) in zip(role.results, axis.results, strict=True):
         if state is not None and state.name == "unreduced":

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from fshard.layout.partition_spec import LINEAR, PartitionSpec
 from fshard.layout.spec import Spec
-from fshard.ops.propagate.select import Arguments
+from fshard.ops.propagate.select import Arguments, gathers
 from fshard.ops.trace.checkpoints import CheckpointedCall
 from fshard.partition import ir
 from fshard.partition.ir import Line, Ref
@@ -187,20 +187,8 @@ def _add_program(
     assignment.lines.append(ir.Redistribution(out, Ref(value), prog, grad and tensor.grad))
     assignment.time += seconds(prog)
     if tensor.is_argument:
-        assignment.launched |= _gathers(prog.src, prog.dst)
+        assignment.launched |= gathers(prog.src, prog.dst)
     return out
-
-
-def _gathers(src: Spec, dst: Spec) -> set[tuple[str, str, str, int]]:
-    """Return the gathers between two layouts, as of `Arguments`."""
-    p, q = src.partition, dst.partition
-    kept = {axis for dim in q.dims for axis in dim}
-    return {
-        (axis, "sharded", "reduced" if axis in q.reduced else "invariant", src.dtype.itemsize)
-        for dim in p.dims
-        for axis in dim
-        if axis not in kept
-    }
 
 
 def _programs(src: Spec, dst: Spec, topology: Topology, *, grad: bool) -> list[Program]:
