@@ -134,7 +134,7 @@ def test_parameters_sharded_over_two_axes_are_gathered_by_one_collective_each() 
     assert [(type(step), step.axes) for step in steps] == [(fs.AllGather, axes)] * 2
     assert call.cost().launches == 1
     assert call.out_specs[0] is not None
-    assert call.out_specs[0].partition == P(axes)
+    assert call.out_specs[0].partition == P(axes, None)
 
 
 def test_constraint_or_out_spec_becomes_reduce_scatter() -> None:
