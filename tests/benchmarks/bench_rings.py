@@ -28,7 +28,7 @@ from fshard import Mesh, P
 from fshard.layout.tree import tensors_in
 from tests.helpers.gloo.harness import close_all, run_ranks
 
-RANKS, LENGTH, HEADS, WIDTH, ROUNDS = 4, 2048, 2, 32, 9
+RANKS, LENGTH, HEADS, WIDTH, ROUNDS = 4, 4096, 2, 32, 9
 GOAL = 1.1
 aten = torch.ops.aten
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
