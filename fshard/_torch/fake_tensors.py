@@ -22,7 +22,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 __all__ = [
     "FAKE_TENSOR_LOGGER", "DataDependentOutputException", "DynamicOutputShapeException",
     "FakeTensor", "FakeTensorMode", "FunctionalTensor", "from_functional", "functional_mode",
-    "is_recording", "shares_memory", "sync_functional", "to_functional",
+    "is_recording", "is_recording_below_autograd", "shares_memory", "sync_functional",
+    "to_functional",
 ]  # fmt: skip
 
 FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
@@ -34,6 +35,11 @@ def is_recording() -> bool:
     """Return True while `make_fx` records operations in a graph."""
     tracer: Any = sys.modules.get("torch.fx.experimental.proxy_tensor")
     return tracer is not None and tracer.get_proxy_mode() is not None
+
+
+def is_recording_below_autograd() -> bool:
+    """Return True while `make_fx` records operations as they are dispatched; fast in other code."""
+    return torch._C._len_torch_dispatch_stack() > 0 and is_recording()
 
 
 def functional_mode(*, pre_dispatch: bool) -> AbstractContextManager[Any]:

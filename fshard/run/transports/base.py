@@ -20,6 +20,7 @@ from typing import NoReturn, Protocol, TypeVar
 import torch
 
 from fshard._torch.autograd_state import graph_task_id, is_profiling
+from fshard._torch.fake_tensors import is_recording_below_autograd
 from fshard._torch.process_groups import default_group
 from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import fail
@@ -104,9 +105,9 @@ def direct_transport() -> Transport | None:
     """Return this process's own transport if its collectives are not checked, observed or profiled.
 
     Recorded collectives can then be replayed without it. None also if its process groups were
-    replaced, which raises in the transport.
+    replaced, which raises in the transport, and while `make_fx` records PyTorch's own collectives.
     """
-    if is_observed() or is_profiling():
+    if is_observed() or is_profiling() or is_recording_below_autograd():
         return None
     if not _WORLD or _RANK.get() is not None or CHECKED.get() is not None:
         return None

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from fshard._torch.fake_tensors import is_recording_below_autograd
 from fshard._torch.memory import materialized
 from fshard._torch.process_groups import (
     TCPStore,
@@ -252,7 +253,7 @@ class ProcessWorld:
 
     def _is_gloo(self) -> bool:
         """Return True if all backends are gloo; meta tensors that are recorded have no device."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or is_recording_below_autograd():
             return False  # PyTorch's passes over graphs match its own collectives
         return self.only_gloo
 
