@@ -32,6 +32,7 @@ from fshard._util.code_names import global_names
 from fshard._util.errors import fail
 from fshard._util.tracebacks import runs_users_operation
 from fshard.layout.tree import flatten, is_pair, map_leaves
+from fshard.spmd.axis_env import current_tracker
 
 Tree = TypeVar("Tree")
 Result = TypeVar("Result")
@@ -85,6 +86,12 @@ class ReplacingMode(TorchFunctionMode):
         super().__init__()
         self.where, self.replacements = where, replacements
         self.active = False
+
+    @property
+    def is_needed(self) -> bool:
+        """True unless it replaces nothing and types are tracked, which sees every tensor too."""
+        tracked = current_tracker() is not None
+        return bool(self.replacements) or not tracked or _BATCHES_OF_GRADIENTS.get()
 
     @runs_users_operation
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -167,7 +174,7 @@ def replacing(
 def call_function(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return `fn(*args, **kwargs)`, a mapped function of one rank, its closures replaced."""
     mode = _REPLACING.get()
-    if mode is None or mode.active:
+    if mode is None or mode.active or not mode.is_needed:
         return fn(*args, **kwargs)
     mode.active = True
     with mode:
@@ -177,14 +184,15 @@ def call_function(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
 def replaced_closures(tree: Tree) -> Tree:
     """Return a tree in whose place tensors are the rank's own, for code that no mode sees."""
     mode = _REPLACING.get()
-    if mode is None:
+    if mode is None or not mode.active:
         return tree
     return map_leaves(mode.replaced, tree)
 
 
 def unreplaced(fn: Callable[..., Result]) -> Callable[..., Result]:
     """Return `fn` for a call on replaced tensors: its operations are seen by no function mode."""
-    if _REPLACING.get() is None:
+    mode = _REPLACING.get()
+    if mode is None or not mode.active:
         return fn
 
     def run(*args: Any) -> Result:

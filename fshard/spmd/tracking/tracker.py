@@ -16,7 +16,13 @@ from typing import Any, NoReturn
 import torch
 
 from fshard._torch.autograd_state import version_of, view_base
-from fshard._torch.functorch import get_unwrapped, is_transformed, is_wrapped
+from fshard._torch.functorch import (
+    get_unwrapped,
+    is_foreign,
+    is_transformed,
+    is_wrapped,
+    unwrap_if_dead,
+)
 from fshard._torch.memory import sparse_values, storage_id
 from fshard._torch.modes import DisableTorchFunction
 from fshard._util.errors import Problem, fail, raise_if
@@ -26,7 +32,7 @@ from fshard.run.autograd.linear_function import ProgramGroup
 from fshard.run.graphs.blocks import block_shape
 from fshard.run.transports.divergence_report import user_frame, user_line
 from fshard.spmd.axis_env import current_axes, current_tracker
-from fshard.spmd.closure_inputs import replaced_closures
+from fshard.spmd.closure_inputs import refuse_closure, replaced_closures
 from fshard.spmd.collectives.collective_plan import CollectivePlan
 from fshard.spmd.collectives.pcast import cast_by, cast_program
 from fshard.spmd.tracking.control_casts import AgreedAxes, EnterControl, LeaveControl
@@ -147,6 +153,9 @@ class Tracker:
         """
         inner = _inner(x)
         if inner is not None:
+            live = unwrap_if_dead(x)
+            if is_wrapped(live) and is_foreign(live):
+                refuse_closure(self.name, x)
             states = self.states(inner)
             self.record(x, states)
             return states

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fshard._torch.autograd_state import graph_task_id
+from fshard._torch.memory import innermost
 from fshard._util.errors import fail
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.sharded import Sharded
@@ -110,7 +111,7 @@ def set_argument_types(
             continue
         x = next(local_iter)
         tensor = value.local if isinstance(value, Sharded) else value
-        outer = tracker.states(tensor) if isinstance(tensor, torch.Tensor) else INVARIANT
+        outer = tracker.states(innermost(tensor)) if isinstance(tensor, torch.Tensor) else INVARIANT
         states = {axis: state for axis, state in outer.items if axis not in scope.axes}
         tracker.enter(x, States.of(states | dict(states_of(argument.spec.partition).items)))
         promises.append(Promise(argument.path, x, argument.spec.partition))
