@@ -403,3 +403,24 @@ def test_cotangents_of_pairs_have_dual_layouts() -> None:
     torch.testing.assert_close(fs.unshard(gradient), x)
     with pytest.raises(RuntimeError, match="pytree structure of cotangents"):
         back(fs.Sharded(pair.local, result.spec))
+
+
+class Hidden:
+    """Holder of a tensor that no function visibly refers to."""
+
+    __slots__ = ("x",)
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_hidden_tensors_of_a_transform_are_refused(check: bool) -> None:
+    hidden = Hidden()
+
+    def loss(w: torch.Tensor) -> torch.Tensor:
+        hidden.x = 2 * w
+        body = lambda x: fs.psum((x * hidden.x).sum(), "i")  # noqa: E731
+        mapped = fs.shard_map(body, mesh=I4, in_specs=P("i"), out_specs=P(), check=check)
+        y: torch.Tensor = mapped(torch.ones(8))
+        return y
+
+    with pytest.raises(fs.ShardingError, match=r"under a transform of torch.func"):
+        grad(loss)(torch.tensor(3.0))
