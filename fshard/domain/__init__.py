@@ -1,5 +1,9 @@
 """Operations on tensors whose space or sequence is sharded: images, volumes, points, sequences.
 
+- `windowed_ops`: convolutions, pooling, interpolation, padding on pairs, as in
+  `torch.nn.functional`.
+- `halos`: shards extended by their neighbours' elements, and the transpose.
+- `window_plans`: the elements of a dim that each rank needs for its part of a windowed operation.
 - `ring_fold`: a fold over blocks that move around a ring of ranks (`spmd/collectives/ring_fold`).
 - `sharded_attention`: attention over a sharded sequence; `ring_attention` on the locals of a rank,
   `block_attention` with one block of keys, `ring_strategy` in partitioned functions.
@@ -13,13 +17,44 @@ from __future__ import annotations
 
 from fshard.domain import ring_strategy as _ring_strategy  # noqa: F401 - registers a strategy
 from fshard.domain.context_parallel import context_parallel
+from fshard.domain.halos import halo_exchange, halo_reduce
 from fshard.domain.load_balance import balance
 from fshard.domain.neighbours import knn, radius_search
 from fshard.domain.sharded_attention import scaled_dot_product_attention, zigzag_order
 from fshard.domain.weighted_moments import weighted_mean, weighted_var_mean
+from fshard.domain.window_plans import RankWindow, WindowPlan, window_plan
+from fshard.domain.windowed_ops import (
+    adaptive_avg_pool1d,
+    adaptive_avg_pool2d,
+    adaptive_avg_pool3d,
+    adaptive_max_pool1d,
+    adaptive_max_pool2d,
+    adaptive_max_pool3d,
+    avg_pool1d,
+    avg_pool2d,
+    avg_pool3d,
+    conv1d,
+    conv2d,
+    conv3d,
+    conv_transpose1d,
+    conv_transpose2d,
+    conv_transpose3d,
+    fold,
+    interpolate,
+    max_pool1d,
+    max_pool2d,
+    max_pool3d,
+    pad,
+    unfold,
+)
 from fshard.spmd.collectives.ring_fold import ring_fold
 
 __all__ = [
-    "balance", "context_parallel", "knn", "radius_search", "ring_fold",
-    "scaled_dot_product_attention", "weighted_mean", "weighted_var_mean", "zigzag_order",
+    "RankWindow", "WindowPlan", "adaptive_avg_pool1d", "adaptive_avg_pool2d",
+    "adaptive_avg_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d",
+    "avg_pool1d", "avg_pool2d", "avg_pool3d", "balance", "context_parallel", "conv1d", "conv2d",
+    "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "fold", "halo_exchange",
+    "halo_reduce", "interpolate", "knn", "max_pool1d", "max_pool2d", "max_pool3d", "pad",
+    "radius_search", "ring_fold", "scaled_dot_product_attention", "unfold", "weighted_mean",
+    "weighted_var_mean", "window_plan", "zigzag_order",
 ]  # fmt: skip

@@ -180,7 +180,9 @@ def _apply(op: Any, mode: str, topology: Topology | None, /, *args: Any, **kwarg
         block = keyed_block_hook.call()
         if is_composite(op, specs, named) or (block and effect_of(op).action is Action.RANDOM):
             return _apply_partitioned(op, op, specs, named, pairs, mode, topology, block)
-        strategy = strategy_for(op, specs, named, topology, grad)
+        # The layouts of pairs are intentions: a sharded one is not gathered to repeat work.
+        kept = frozenset((i, axis) for i, _ in enumerate(pairs) for axis in mesh.axes)
+        strategy = strategy_for(op, specs, named, topology, grad, kept=kept)
         if has_unspecified_results(strategy):
             return _apply_unsharded(op, mode, topology, mesh, simulated, placed, keywords)
         if not strategy.is_local and mode == "explicit":

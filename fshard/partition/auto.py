@@ -270,7 +270,8 @@ class _Search:
         if choice not in self.costs:
             in_specs = unflatten(self.tree, list(choice))
             part = Partition(self.fn, self.mesh, in_specs, None, None, self.topology,
-                             self.traces, where=self.traces.where)  # fmt: skip
+                             self.traces, where=self.traces.where,
+                             replicate=self.mesh.axes)  # fmt: skip
             call = part.trace(*self.args)
             self.costs[choice] = (
                 lines_time(call.lines, call.mesh, self.topology, grad=call.grad),

@@ -90,10 +90,11 @@ class Partition:
         module: torch.nn.Module | None = None,
         hold: tuple[str, ...] = (),
         remat: Remat = None,
+        replicate: tuple[str, ...] = (),
     ) -> None:
         self.fn, self.mesh, self.in_specs, self.out_specs = (fn, mesh, in_specs, out_specs)
         self.params, self.refuse_writes, self.module = params, refuse_writes, module
-        self.hold, self.remat = hold, remat
+        self.hold, self.remat, self.replicate = hold, remat, replicate
         self.where = where or f"fs.partition({name_of(fn)})"
         self.topology = as_topology("fs.partition", topology, meshes=(mesh,))
         self._calls: dict[Any, NumberVariants] = BoundedDict()
@@ -104,7 +105,7 @@ class Partition:
     def __reduce__(self) -> tuple[Any, ...]:
         module = self.module
         fn = arguments.importable(self.fn, self.where) if module is None else module
-        names = "mesh", "in_specs", "out_specs", "params", "topology", "hold", "remat"
+        names = "mesh", "in_specs", "out_specs", "params", "topology", "hold", "remat", "replicate"
         return _rebuild, (fn, {name: getattr(self, name) for name in names})
 
     @run_uncompiled
@@ -289,7 +290,9 @@ class Partition:
         assignment, outputs, out_specs, grad = fastest_assignment(
             traced.graph, inputs, signature, requested, count,
             [type(leaves[index]) for index in numbers], [self.hold] * params,
-            self.mesh, self.topology, self.where)  # fmt: skip
+            tuple(axis for axis in self.mesh.axes if axis not in self.replicate),
+            0 if self.params is None else params, self.mesh, self.topology,
+            self.where)  # fmt: skip
         targets = {assignment.inputs[index] for index in traced.written}
         copy_aliased_results(assignment, outputs, count, targets)
         for index, value in zip(traced.written, outputs[count:], strict=True):
@@ -323,6 +326,7 @@ def partition(
     topology: Topology | None = None,
     hold: str | Sequence[str] = (),
     remat: Remat = None,
+    replicate: str | Sequence[str] = (),
 ) -> Partition:
     """Transform a function of one device into a local program with explicit collectives.
 
@@ -373,6 +377,10 @@ def partition(
             stay as they are. Transforms of `torch.func` and graphs of `torch.compile` ignore it.
             `explain()` marks what runs again by `↻`, and `trace(*args).saved_bytes()` has the bytes
             that are kept.
+        replicate: axes along which sharded arguments may be gathered, and work repeated on all
+            ranks, where that is modelled as faster. Along the others the layouts of `in_specs` are
+            intentions: operations on them stay sharded, except those that have no such rule
+            (`explain()` names them). Tensors of `params` may be gathered along all axes.
 
     Returns:
         A `Partition`: called with pairs it returns pairs, with global tensors global tensors. It is
@@ -412,15 +420,16 @@ def partition(
              "fs.partition(fn, mesh=mesh, in_specs=...)")  # fmt: skip
     source = fn if isinstance(fn, torch.nn.Module) else None
     run = fn if source is None else arguments.module_function(source)
-    axes = (hold,) if isinstance(hold, str) else tuple(hold)
+    axes, repeated = ((x,) if isinstance(x, str) else tuple(x) for x in (hold, replicate))
     mesh.check_axes(axes, "fs.partition: hold")
+    mesh.check_axes(repeated, "fs.partition: replicate")
     if axes and params is None:
         fail("fs.partition", f"hold={hold!r} without params",
              "the held tensors must be those of params",
              "params=P(...), the layouts of the first argument")  # fmt: skip
     check_remat(remat)
     return Partition(run, mesh, in_specs, out_specs, params, topology, module=source, hold=axes,
-                     remat=remat)  # fmt: skip
+                     remat=remat, replicate=repeated)  # fmt: skip
 
 
 def _rebuild(fn: Callable[..., Any], options: dict[str, Any]) -> Partition:

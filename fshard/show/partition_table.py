@@ -52,7 +52,7 @@ def explain_partitioned(call: PartitionedCall, topology: Topology) -> Table:
     backward pass computes them again. Notes list the launches that several values share, and
     arguments that were gathered: the modelled time of the operation, and of the fastest one that
     would have kept their layout, both with the time to redistribute its operands and to reduce its
-    results.
+    results. The last notes name operations on sharded operands that all ranks of an axis repeat.
 
     >>> import torch
     >>> from fshard import Mesh, P, partition
@@ -91,7 +91,7 @@ def explain_partitioned(call: PartitionedCall, topology: Topology) -> Table:
     title = f"{plural(count, 'operation')} on {call.mesh}, topology {topology.title}"
     shown = len(COLUMNS) if call.grad else -2
     again = ("↻ runs again in the backward pass",) if kept.recomputed else ()
-    notes = (*again, *_coalesced(call), *_gathered(call))
+    notes = (*again, *_coalesced(call), *_gathered(call), *_repeated(call))
     return Table(title, COLUMNS[:shown], tuple(row[:shown] for row in rows),
                  tuple(row[:shown] for row in footer), notes)  # fmt: skip
 
@@ -167,6 +167,23 @@ def _gathered(call: PartitionedCall) -> Iterator[str]:
         yield "fs.partition(hold=axes) keeps params sharded" + (
             f"; {count - MAX_GATHERED} more gathered" if count > MAX_GATHERED else ""
         )
+
+
+def _repeated(call: PartitionedCall) -> Iterator[str]:
+    """Yield a note for every axis along which operations repeat work on gathered operands."""
+    names: dict[str, list[str]] = {}
+    for line in flattened(call.lines):
+        if isinstance(line, Operation):
+            sharded = {
+                a for src in line.strategy.sources for dim in src.partition.dims for a in dim
+            }
+            for axis, role in line.strategy.roles:
+                if axis in sharded and role.label in ("invariant", "reduced"):
+                    names.setdefault(axis, []).append(line.name)
+    for axis, lines in names.items():
+        shown = ", ".join(lines[:MAX_GATHERED])
+        more = f" and {len(lines) - MAX_GATHERED} more" if len(lines) > MAX_GATHERED else ""
+        yield f"gathered along {axis}, computed on all its ranks: {shown}{more}"
 
 
 def _line(line: Line, inputs: Sequence[int], kept: _KeptMemory) -> Iterator[Row]:

@@ -105,7 +105,8 @@ class Window:
             return Reach(0, 0)
         first = (self.step * start + self.low) // self.per
         end = (self.step * (stop - 1) + self.high) // self.per + 1
-        size, beyond = self.size, (max(0, -first), max(0, end - self.size))
+        size = self.size
+        beyond = max(0, min(end, 0) - first), max(0, end - max(first, size))
         if self.boundary == "circular":
             return Reach(first, end)
         low, high = min(max(first, 0), size), min(max(end, 0), size)

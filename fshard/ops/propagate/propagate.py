@@ -48,7 +48,12 @@ from fshard.ops.core.rule import rule as parse_rule
 from fshard.ops.core.sharding_lists import rule_from_shardings
 from fshard.ops.meta.result_metas import result_metas
 from fshard.ops.propagate.foreach import foreach_strategy, is_foreach
-from fshard.ops.propagate.select import NO_ARGUMENTS, Arguments, Held, select_strategy
+from fshard.ops.propagate.select import (
+    NO_ARGUMENTS,
+    Arguments,
+    OperandAxes,
+    select_strategy,
+)
 from fshard.ops.strategy.strategy import Strategy
 from fshard.ops.trace.trace import trace
 from fshard.program.cost.topology import Topology
@@ -155,13 +160,14 @@ def _only_operation(
 
 
 class _Options(NamedTuple):
-    """Options of `propagate`, and the last four of `select_strategy`."""
+    """Options of `propagate`, and the last five of `select_strategy`."""
 
     topology: Topology | None
     grad: bool
     local: bool = False
     hint: PartitionSpec | None = None
-    held: Held = frozenset()
+    held: OperandAxes = frozenset()
+    kept: OperandAxes = frozenset()
     arguments: Arguments = NO_ARGUMENTS
 
 
@@ -172,11 +178,12 @@ def strategy_for(
     topology: Topology | None,
     grad: bool,
     hint: PartitionSpec | None = None,
-    held: Held = frozenset(),
+    held: OperandAxes = frozenset(),
+    kept: OperandAxes = frozenset(),
     arguments: Arguments = NO_ARGUMENTS,
 ) -> Strategy:
-    """Return the strategy of `propagate`, with the last three of `select_strategy`."""
-    options = _Options(topology, grad, hint=hint, held=held, arguments=arguments)
+    """Return the strategy of `propagate`, with the last four of `select_strategy`."""
+    options = _Options(topology, grad, hint=hint, held=held, kept=kept, arguments=arguments)
     strategy = _strategy(op, args, kwargs, options)
     assert strategy is not None, f"{op}: all operands replicated is always possible"
     return strategy
@@ -205,13 +212,14 @@ def _strategy(
     metas, named = map_call(args, kwargs, Spec, Meta.of)
     overload = overload_of(op, metas, named)
     if is_foreach(functional := functional_of(overload)):
-        unhinted = options._replace(hint=None, held=frozenset(), arguments=NO_ARGUMENTS)
+        none: OperandAxes = frozenset()
+        unhinted = options._replace(hint=None, held=none, kept=none, arguments=NO_ARGUMENTS)
         strategy_of = lambda op, args, kwargs: _strategy(op, args, kwargs, unhinted)  # noqa: E731
         return foreach_strategy(functional, args, kwargs, specs, strategy_of, grad=options.grad)
     call, tree = call_and_tree(overload, metas, named)
     return select_strategy(call, tree, rule_of(call), specs, topology, grad=options.grad,
                            local=options.local, hint=options.hint, held=options.held,
-                           arguments=options.arguments)  # fmt: skip
+                           kept=options.kept, arguments=options.arguments)  # fmt: skip
 
 
 def _check_mesh(op: Any, specs: Sequence[Spec]) -> None:

@@ -29,12 +29,14 @@ from fshard.program.cost.topology import Topology
 from fshard.program.cost.traffic import max_local_nbytes
 
 MAX_ALTERNATIVES = 6
+MAX_PREFERENCES = 5
+"""Number of sets of roles that an axis prefers one to the other."""
 RELATIVE_TOLERANCE = 0.999
 """Strategies that could be faster by less than a thousandth are not looked for."""
 
 
-Held = frozenset[tuple[int, str]]
-"""Indices of operands and axes along which they stay sharded."""
+OperandAxes = frozenset[tuple[int, str]]
+"""Pairs of the index of an operand and an axis."""
 
 
 class Arguments(NamedTuple):
@@ -87,7 +89,8 @@ def select_strategy(
     grad: bool,
     local: bool = False,
     hint: PartitionSpec | None = None,
-    held: Held = frozenset(),
+    held: OperandAxes = frozenset(),
+    kept: OperandAxes = frozenset(),
     arguments: Arguments = NO_ARGUMENTS,
 ) -> Strategy | None:
     """Return the fastest strategy of a call whose operands have the layouts `specs`.
@@ -102,18 +105,20 @@ def select_strategy(
         local: leave out strategies that send; None is returned if all do.
         hint: the partition that the first result is requested in later.
         held: operands that must stay sharded along axes, where the rule has such a role.
+        kept: operands that must stay sharded along axes where the rule has such a role, else one of
+            them along any dim: work is not repeated on all ranks, and no such operand is gathered.
         arguments: operands that exist before the call.
     """
     mesh = specs[0].mesh
     lengths = factor_sizes(rule, call)
     hinted = _hinted_factors(call, rule, mesh, lengths, hint)
     layouts = Layouts(call, rule, mesh, specs, lengths)
-    axes = _options_by_axis(call, rule, specs, topology, lengths, grad, local, hinted, held,
-                            arguments)  # fmt: skip
+    options = partial(_options_by_axis, call, rule, specs, topology, lengths, grad, local, hinted,
+                      held, kept, arguments)  # fmt: skip
 
     def combine(options: Sequence[_Option]) -> Strategy | None:
         """Return the strategy of one option per axis, None if no specs have these roles."""
-        roles = {axis: option.role for axis, option in zip(axes, options, strict=True)}
+        roles = {axis: option.role for axis, option in zip(mesh.axes, options, strict=True)}
         in_out = layouts.specs(roles)
         if in_out is None:
             return None
@@ -121,7 +126,7 @@ def select_strategy(
         if local and sends:
             return None
         strategy = Strategy(call.op, rule, call, tuple(roles.items()), tuple(specs),
-                            *in_out, tree, time, sends, topology, alternatives)  # fmt: skip
+                            *in_out, tree, time, sends, topology)  # fmt: skip
         estimated[id(strategy)] = strategy, moves
         return strategy
 
@@ -138,19 +143,24 @@ def select_strategy(
                 launched |= kinds
         return replace(strategy, time=strategy.time - estimated[id(strategy)][1] + moves)
 
-    def fastest(count: int) -> list[Strategy]:
-        best = _fastest(list(axes.values()), combine, count)
+    def fastest(count: int, relaxed: int) -> list[Strategy]:
+        axes = options(relaxed)
+        best = _fastest(axes, combine, count)
         if not best or not _moves_several_axes(best[0]):
             return best
-        best = _fastest(list(axes.values()), combine, 1 + MAX_ALTERNATIVES)
+        best = _fastest(axes, combine, 1 + MAX_ALTERNATIVES)
         best = [planned(x) if _moves_several_axes(x) else x for x in best]
         return sorted(best, key=lambda strategy: strategy.time)[:count]
 
-    def alternatives() -> tuple[Strategy, ...]:
-        return tuple(fastest(1 + MAX_ALTERNATIVES)[1:])
+    def alternatives(best: Strategy) -> tuple[Strategy, ...]:
+        """Return the fastest other strategies, also those that keep no operand sharded."""
+        others = fastest(1 + MAX_ALTERNATIVES, MAX_PREFERENCES)
+        return tuple(x for x in others if x.roles != best.roles)[:MAX_ALTERNATIVES]
 
-    best = fastest(1)
-    return best[0] if best else None
+    for relaxed in range(MAX_PREFERENCES if held or kept else 1):
+        if found := fastest(1, relaxed):
+            return replace(found[0], _alternatives=lambda: alternatives(found[0]))
+    return None
 
 
 def _fastest(
@@ -199,25 +209,33 @@ def _options_by_axis(
     grad: bool,
     local: bool,
     hinted: Mapping[str, str],
-    held: Held,
+    held: OperandAxes,
+    kept: OperandAxes,
     arguments: Arguments,
-) -> dict[str, list[_Option]]:
-    """Return the options of every axis in the order of their costs."""
+    relaxed: int,
+) -> list[list[_Option]]:
+    """Return the options of every axis in the order of their costs.
+
+    The first `relaxed` preferences of an axis are left out: no combination of such roles exists.
+    """
     mesh = specs[0].mesh
     states = [axis_states(d, s, lengths) for d, s in zip(rule.operands, specs, strict=True)]
     operands = [(max_local_nbytes(spec), spec.dtype.itemsize) for spec in specs]
     results = [(0, 1) if m is None else (nbytes(m), m.dtype.itemsize) for m in call.results]
     total = compute_time(topology, rule, call, lengths)
     roles = roles_of(rule, call, grad=grad)
-    by_axis: dict[str, list[_Option]] = {}
+    by_axis: list[list[_Option]] = []
     cached: dict[tuple[Any, ...], list[_Option]] = {}
     for axis in mesh.axes:
         n, hint = mesh.shape[axis], hinted.get(axis)
         links = role_costs.axis_links(topology, mesh, axis)
         on_axis = tuple(by_name[axis] for by_name in states)
-        stays = frozenset(operand for operand, held_axis in held if held_axis == axis)
+        stays, keeps = (
+            frozenset(i for i, of in pairs if of == axis and on_axis[i].name == "sharded")
+            for pairs in (held, kept)
+        )
         launched = frozenset(kind[1:] for kind in arguments.launched if kind[0] == axis)
-        key = n, links, hint, stays, on_axis, launched
+        key = n, links, hint, stays, keeps, on_axis, launched
         if key not in cached:
             # A lower bound for the results: all other axes may shard them.
             least = [(size * n // mesh.size, item) for size, item in results]
@@ -230,9 +248,8 @@ def _options_by_axis(
                                    total * n / mesh.size, lengths, grad, local,
                                    arguments.operands, launched,
                                    [{} for _ in specs])  # fmt: skip
-            keeping = [role for role in roles if all(role.operands[i] == on_axis[i]
-                       for i in stays if on_axis[i].name == "sharded")]  # fmt: skip
-            for choice in (keeping, roles) if stays else (roles,):
+            sets = _preferences(roles, on_axis, stays, keeps)
+            for choice in sets[min(relaxed, len(sets) - 1) :]:
                 options = (
                     _option(role, index, context, role.factor is not None and role.factor == hint)
                     for index, role in enumerate(choice)
@@ -240,8 +257,26 @@ def _options_by_axis(
                 cached[key] = sorted((o for o in options if o), key=lambda option: option.cost)
                 if cached[key]:
                     break
-        by_axis[axis] = cached[key]
+        by_axis.append(cached[key])
     return by_axis
+
+
+def _preferences(
+    roles: tuple[Role, ...], states: Sequence[AxisState], held: frozenset[int],
+    kept: frozenset[int],
+) -> list[tuple[Role, ...]]:  # fmt: skip
+    """Return sets of roles, the most preferred first; the last has all.
+
+    Operands `held` keep their states. So do those `kept`, unless others are sharded too; else one
+    of the operands is sharded.
+    """
+    sharded = frozenset(i for i, state in enumerate(states) if state.name == "sharded")
+    stay = tuple(r for r in roles if all(r.operands[i] == states[i] for i in held))
+    works = tuple(r for r in roles if any(r.operands[i].name == "sharded" for i in sharded))
+    sets = [tuple(r for r in stay if r in works), stay, works] if kept else [stay]
+    if kept == sharded:
+        sets.insert(0, tuple(r for r in stay if all(r.operands[i] == states[i] for i in kept)))
+    return [*sets, roles]
 
 
 class _AxisContext(NamedTuple):
@@ -391,15 +426,19 @@ def _combined_cost(
                               item=spec.dtype.itemsize,
                               created=roles[axis].factor is not None)  # fmt: skip
             time += pending(local=local) - pending(local=least * n)
-    halos = [halo.cost(topology) for halo in (*layouts.in_halos, *layouts.out_halos) if halo]
-    time += sum(cost.time for cost in halos)
-    sends = sends or any(cost.launches for cost in halos)
+    halos, reductions = (
+        [halo.cost(topology) for halo in row if halo]
+        for row in (layouts.in_halos, layouts.out_halos)
+    )
+    moves += sum(cost.time for cost in halos)
+    time += sum(cost.time for cost in reductions)
+    sends = sends or any(cost.launches for cost in (*halos, *reductions))
     for src, spec, halo in zip(specs, layouts.in_specs, layouts.in_halos, strict=True):
         dst = halo.src if halo else spec
         if any(_is_recut(src, dst, dim) for dim in range(src.ndim)):
             sends = True
-            time += topology.launch + max_local_nbytes(src) / topology.inner_link.bandwidth
-        time += _later_gathers_time(mesh, topology, src, dst)
+            moves += topology.launch + max_local_nbytes(src) / topology.inner_link.bandwidth
+        moves += _later_gathers_time(mesh, topology, src, dst)
     return time + moves, sends, moves + sum(option.moves for option in options)
 
 

@@ -2,6 +2,7 @@
 
 - `fastest_assignment`: the layouts of a call, and of its results.
 - `assign_layouts`: the pass over a graph.
+- `operand_layouts`: the fastest strategy of one operation, and the axes that it keeps.
 - `gradient_reductions`: places of the casts whose transposes reduce gradients.
 - `created_tensors`: tensors that depend on no argument, created in the layouts of their uses.
 - `tensor_versions`: tensors with all their layouts, and the programs between them.

@@ -8,7 +8,6 @@ one that takes less time is kept.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -20,7 +19,7 @@ from fshard._torch.autograd_state import SET_GRAD_ENABLED
 from fshard._torch.operators import OpOverload, schema_of, torch_decomposition
 from fshard._util.errors import Problem, ShardingError, fail, raise_if
 from fshard.layout.mesh import Mesh
-from fshard.layout.partition_spec import LINEAR, PartitionSpec
+from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
 from fshard.layout.tree import flatten
 from fshard.ops.core.builders import is_inexact
@@ -42,6 +41,12 @@ from fshard.ops.trace.mapped_regions import MappedRegion, planned_region
 from fshard.ops.trace.trace import Constraint, decompose
 from fshard.partition import ir
 from fshard.partition.assignment.created_tensors import CreatedByFactory, created_by
+from fshard.partition.assignment.operand_layouts import (
+    best_strategy,
+    kept_axes,
+    moved_bytes,
+    with_dual,
+)
 from fshard.partition.assignment.tensor_versions import (
     Assignment,
     TensorVersions,
@@ -55,8 +60,6 @@ from fshard.program.program import Program
 from fshard.run.autograd.planned_gradient import OutputGradient
 
 NAN = float("nan")
-MAX_COMBINATIONS = 16
-"""Combinations of the operands' layouts that are tried for one operation."""
 
 
 class LayoutAssigner:
@@ -69,14 +72,16 @@ class LayoutAssigner:
         device: the device of tensors that decompositions create.
         hints: preferred layouts of nodes.
         shard_replicated: True if hints may shard a tensor that is replicated so far.
+        kept: axes along which operations stay sharded whose operands are.
     """
 
     def __init__(
         self, mesh: Mesh, topology: Topology, grad: bool, device: torch.device,
-        hints: Mapping[fx.Node, PartitionSpec], shard_replicated: bool,
+        hints: Mapping[fx.Node, PartitionSpec], shard_replicated: bool, kept: tuple[str, ...],
     ) -> None:  # fmt: skip
         self.assignment, self.mesh, self.topology, self.grad = Assignment(), mesh, topology, grad
         self.device, self.hints, self.shard_replicated = device, hints, shard_replicated
+        self.kept = kept
         self.decomposing: list[tuple[Any, int]] = []  # calls, and elements of their operands
 
     def assign(
@@ -85,6 +90,7 @@ class LayoutAssigner:
         inputs: Sequence[tuple[Spec, bool]],
         numbers: Sequence[type] = (),
         held: Sequence[tuple[str, ...]] = (),
+        params: int = 0,
     ) -> list[Any]:
         """Add the lines of a function's graph.
 
@@ -93,6 +99,7 @@ class LayoutAssigner:
             inputs: for every tensor its spec, and True if its gradient is requested.
             numbers: the types of symbolic numbers, whose placeholders follow.
             held: for the first tensors, axes along which they stay sharded where they are used.
+            params: number of first tensors that may be gathered, as parameters are.
 
         Returns:
             The results: `TensorVersions` and other values.
@@ -100,11 +107,12 @@ class LayoutAssigner:
         Raises:
             ShardingError: for an operation without a rule and without a decomposition.
         """
-        tensors = []
+        tensors = list[TensorVersions]()
         for spec, requires_grad in inputs:
             value = self.assignment.new_value()
             tensor = TensorVersions(spec, self.grad and requires_grad, {spec: value})
             tensor.is_argument = True
+            tensor.kept = self.kept if len(tensors) >= params else ()
             tensors.append(tensor)
             self.assignment.inputs.append(value)
         for tensor, axes in zip(tensors, held, strict=False):
@@ -195,7 +203,8 @@ class LayoutAssigner:
         stand_in = lambda number: NAN if inexact or number.is_float else 7  # noqa: E731
         placed, keywords = map_call(args, kwargs, ir.Number, stand_in)
         hint = self.hint(node, operands)
-        strategy = self.best_strategy(op, placed, keywords, operands, hint)
+        strategy = best_strategy(op, placed, keywords, operands, self.assignment, self.topology,
+                                 hint, grad=self.grad)  # fmt: skip
         return self.by_rule(strategy, op, refs, named, operands, node)
 
     def set_grad_mode(self, enabled: bool) -> None:
@@ -222,16 +231,19 @@ class LayoutAssigner:
             if nested or (decomposition is None and torch_decomposition(op) is None):
                 self.refuse(op, args, kwargs)
             return self.decomposed(op, decomposition, args, kwargs)
-        strategy = self.best_strategy(op, args, kwargs, operands, self.hint(node, operands))
+        hint = self.hint(node, operands)
+        strategy = best_strategy(op, args, kwargs, operands, self.assignment, self.topology, hint,
+                                 grad=self.grad)  # fmt: skip
         runs = [lambda: self.by_rule(strategy, op, args, kwargs, operands, node)]
         if strategy.sends and decomposition is not None:
             runs.append(lambda: self.decomposed(op, decomposition, args, kwargs))
         specs = [tensor.spec for tensor in operands]
-        if strategy.sends and not nested and (mapped := mapped_strategy(strategy.call, specs)):
+        mapped = None if nested or not strategy.sends else mapped_strategy(strategy.call, specs)
+        if mapped is not None:
             runs.append(lambda: self.mapped(mapped, operands))
             if strategy.local_nbytes > (self.topology.capacity or math.inf):
                 del runs[:-1]
-        return runs[0]() if len(runs) == 1 else self.fastest(runs, operands)
+        return runs[0]() if len(runs) == 1 else self.fastest(runs, operands, mapped is not None)
 
     def refuse(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> NoReturn:
         """Raise the error of `fs.propagate` for an operation without a rule."""
@@ -275,7 +287,8 @@ class LayoutAssigner:
                 for p in error.problems
             ])  # fmt: skip
             raise
-        return TensorVersions(spec, tensor.grad, {spec: self.redistributed(tensor, spec)})
+        versions = {spec: self.redistributed(tensor, spec)}
+        return TensorVersions(spec, tensor.grad, versions, kept=tensor.kept)
 
     def custom_gradient(
         self,
@@ -290,7 +303,7 @@ class LayoutAssigner:
             return [*outputs]
         graph, kept = target.backward_of(indices)
         tied = [*(inputs[i] for i in indices), *outputs]
-        specs = [_with_dual(x.spec) for x in tied]
+        specs = [with_dual(x.spec) for x in tied]
         in_specs, out_specs = specs[: len(indices)], specs[len(indices) :]
         read = [saved[i] for i in kept]
         sources = [next((i for i, y in enumerate(outputs) if y is x), None) for x in read]
@@ -305,7 +318,7 @@ class LayoutAssigner:
         for index, spec in enumerate(out_specs):
             value = self.assignment.new_value()
             lines.append(ir.Pick(value, Ref(out), index))
-            results.append(TensorVersions(spec, True, {spec: value}))
+            results.append(TensorVersions(spec, True, {spec: value}, kept=outputs[index].kept))
         return results
 
     def mapped_region(
@@ -330,7 +343,8 @@ class LayoutAssigner:
         for index, spec in enumerate(region.out_specs):
             value = self.assignment.new_value()
             lines.append(ir.Pick(value, Ref(out), index))
-            results.append(TensorVersions(spec, grad and is_inexact(Meta.of(spec)), {spec: value}))
+            has_grad = grad and is_inexact(Meta.of(spec))
+            results.append(TensorVersions(spec, has_grad, {spec: value}, kept=kept_axes(inputs)))
         return results
 
     def backward_call(
@@ -341,7 +355,7 @@ class LayoutAssigner:
         inputs: Sequence[Spec],
     ) -> PartitionedCall:
         """Return the plan of a backward from the specs of its forward's values."""
-        assigner = LayoutAssigner(self.mesh, self.topology, True, self.device, {}, False)
+        assigner = LayoutAssigner(self.mesh, self.topology, True, self.device, {}, False, self.kept)
         specs = [*(spec.dual for spec in outputs), *saved]
         gradients = assigner.assign(graph, [(spec, is_inexact(Meta.of(spec))) for spec in specs])
         targets = tuple(spec.dual for spec in inputs)
@@ -363,23 +377,6 @@ class LayoutAssigner:
         busy |= {axis for p in partitions for axis in p.unreduced}
         return PartitionSpec(*(tuple(a for a in dim if a in busy) or None for dim in hint.dims))
 
-    def best_strategy(
-        self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any],
-        operands: Sequence[TensorVersions], hint: PartitionSpec | None,
-    ) -> Strategy:  # fmt: skip
-        """Return the fastest strategy over the layouts that the operands have by now."""
-        grad = self.grad and any(tensor.grad for tensor in operands)
-        layouts = [list(tensor.available(self.grad)) for tensor in operands]
-        held = frozenset((i, axis) for i, x in enumerate(operands) for axis in x.held)
-        arguments = self.assignment.arguments_of(operands)
-        combinations = itertools.islice(itertools.product(*layouts), MAX_COMBINATIONS)
-        strategies = (
-            strategy_for(op, *fill_call(args, kwargs, TensorVersions, specs), self.topology, grad,
-                         hint, held, arguments)
-            for specs in combinations
-        )  # fmt: skip
-        return min(strategies, key=lambda strategy: strategy.time)
-
     def by_rule(
         self, strategy: Strategy, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any],
         operands: Sequence[TensorVersions], node: fx.Node,
@@ -387,6 +384,7 @@ class LayoutAssigner:
         """Add an operation: programs for its operands, the operation, a `Pick` per result."""
         refs = [Ref(self.redistributed(tensor, spec, halo)) for tensor, spec, halo in
                 zip(operands, strategy.shard_specs, strategy.in_halos, strict=True)]  # fmt: skip
+        self.assignment.moved += moved_bytes(operands, strategy)
         filled = fill_call(args, kwargs, TensorVersions, refs)
         lines, out = self.assignment.lines, self.assignment.new_value()
         single = type(strategy.tree) is int
@@ -407,7 +405,8 @@ class LayoutAssigner:
             halo = strategy.out_halos[index]
             if halo:
                 value = self.assignment.add_halo(value, halo, self.topology, grad=grad and inexact)
-            result = TensorVersions(spec, grad and inexact, {spec: value}, held=held)
+            result = TensorVersions(spec, grad and inexact, {spec: value}, held=held,
+                                    kept=kept_axes(operands))  # fmt: skip
             result.created = None if halo else created_by(line, operands, self.topology)
             if result.created is not None:
                 self.assignment.created.add(value)
@@ -451,13 +450,21 @@ class LayoutAssigner:
             self.assignment.time += max(time - share, len(collectives) * self.topology.launch)
         return results[0] if len(results) == 1 else results
 
-    def fastest(self, runs: Sequence[Callable[[], Any]], operands: Sequence[TensorVersions]) -> Any:
-        """Add an operation by the one of `runs` that redistributes in the least time."""
-        outcomes: list[tuple[float, Any, Callable[[], None]]] = []
+    def fastest(
+        self, runs: Sequence[Callable[[], Any]], operands: Sequence[TensorVersions], by_time: bool
+    ) -> Any:
+        """Add an operation by the one of `runs` that redistributes in the least time.
+
+        Unless `by_time`, operands that are kept sharded along axes are first of all moved from them
+        as little as possible.
+        """
+        outcomes: list[tuple[tuple[int, float], Any, Callable[[], None]]] = []
         for run in runs:
             restore_before = self.snapshot(operands)
             results = run()
-            outcomes.append((self.assignment.time, results, self.snapshot(operands)))
+            moved, time = self.assignment.moved, self.assignment.time
+            cost = (0 if by_time else moved, time)
+            outcomes.append((cost, results, self.snapshot(operands)))
             restore_before()
         _, results, restore = min(outcomes, key=lambda outcome: outcome[0])
         restore()
@@ -479,13 +486,6 @@ class LayoutAssigner:
                 tensor.versions, tensor.no_grad_versions, tensor.windows = saved  # type: ignore[assignment]
 
         return restore
-
-
-def _with_dual(spec: Spec) -> Spec:
-    """Return a spec that has a dual: axes unreduced by another kind than a sum are invariant."""
-    p = spec.partition
-    linear = tuple((axis, kind) for axis, kind in p.unreduced_kinds if kind in LINEAR)
-    return spec.replace(partition=PartitionSpec._of(p.dims, linear, p.reduced_kinds))
 
 
 def _call_key(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -30,7 +30,8 @@ from fshard.program.cost.topology import Topology
 def fastest_assignment(
     graph: fx.GraphModule, inputs: Sequence[tuple[Spec, bool]], signature: CallSignature,
     requested: Sequence[Any], count: int, numbers: Sequence[type],
-    hold: Sequence[tuple[str, ...]], mesh: Mesh, topology: Topology, where: str,
+    hold: Sequence[tuple[str, ...]], kept: tuple[str, ...], params: int, mesh: Mesh,
+    topology: Topology, where: str,
 ) -> tuple[Assignment, list[Any], list[Spec | None], bool]:  # fmt: skip
     """Assign layouts with and without hints that shard replicated values; return the faster.
 
@@ -45,6 +46,8 @@ def fastest_assignment(
         count: number of results; the outputs after them are final values of arguments.
         numbers: the types of the symbolic numbers.
         hold: for each of the first tensors the axes that its layout keeps.
+        kept: axes along which operations stay sharded whose operands are.
+        params: number of first tensors that operations may gather along these axes, too.
         mesh: the mesh.
         topology: the topology that layouts are costed on.
         where: name of the function in errors.
@@ -57,8 +60,8 @@ def fastest_assignment(
     choices = []
     for shard_replicated in (True, False) if hints else (False,):
         assigner = LayoutAssigner(mesh, topology, signature.grad_enabled,
-                                  signature.device, hints, shard_replicated)  # fmt: skip
-        results = assigner.assign(graph, inputs, numbers, hold)
+                                  signature.device, hints, shard_replicated, kept)  # fmt: skip
+        results = assigner.assign(graph, inputs, numbers, hold, params)
         assignment = assigner.assignment
         outputs, specs, grads = _redistribute_results(
             assignment, results, requested, topology, where

@@ -145,7 +145,7 @@ def place_gradient_reductions(
         flipped = _reduced_lines(assignment.lines, table, axis, topology)
         if not flipped:
             continue
-        trial = Assignment([], assignment.inputs, 0.0, assignment.count)
+        trial = Assignment(inputs=assignment.inputs, count=assignment.count)
         rewriter = _Rewriter(table, flipped, axis, trial, topology)
         for line in assignment.lines:
             rewriter.add(line)

@@ -40,7 +40,8 @@ class TensorVersions:
     """Tensor of a graph with its layouts, each with the id of the value that has it.
 
     `spec` is its first layout, `grad` is True if it has a gradient. `no_grad_versions` are layouts
-    made under `no_grad`, reused only there. Operations keep it sharded along the axes `held`.
+    made under `no_grad`, reused only there. Operations keep it sharded along the axes `held`,
+    and along the axes `kept` they keep it or another operand sharded.
     The collectives of those with `is_argument` are launched together, ahead of their uses.
     `created` creates a tensor that depends on no argument in other layouts. `windows` are its
     versions with shards extended to windows, by the halo exchange and whether it has a gradient.
@@ -51,6 +52,7 @@ class TensorVersions:
     versions: dict[Spec, int]
     no_grad_versions: dict[Spec, int] = field(default_factory=dict)
     held: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
     is_argument: bool = False
     created: Created | None = None
     windows: dict[tuple[Program, bool], int] = field(default_factory=dict)
@@ -61,12 +63,23 @@ class TensorVersions:
             return self.versions
         return {**self.no_grad_versions, **self.versions}
 
+    def sources(self, grad: bool) -> list[Spec]:
+        """Return the layouts that operations choose among, sharded along the axes `kept`."""
+        layouts = list(self.available(grad))
+        kept = [axis for axis in self.kept if _is_sharded(self.spec, axis)]
+        return [spec for spec in layouts if all(_is_sharded(spec, axis) for axis in kept)]
+
+
+def _is_sharded(spec: Spec, axis: str) -> bool:
+    return any(axis in axes for axes in spec.partition.dims)
+
 
 @dataclass(slots=True)
 class Assignment:
     """Lines of a graph, the value ids of its inputs, and the seconds of its redistributions.
 
-    `count` is the number of value ids so far. `checkpoints` has for every open checkpointed call
+    `moved` are bytes of operands that do not stay sharded as they should. `count` is the number of
+    value ids so far. `checkpoints` has for every open checkpointed call
     the layouts that tensors were redistributed to in it: what uses them after it would keep them.
     `created` are the values that depend on no argument. `launched` are the collectives of arguments
     as of `Arguments`: they are launched together, whatever uses their results.
@@ -75,6 +88,7 @@ class Assignment:
     lines: list[Line] = field(default_factory=list)
     inputs: list[int] = field(default_factory=list)
     time: float = 0.0
+    moved: int = 0
     count: int = 0
     checkpoints: list[list[tuple[TensorVersions, Spec | Program]]] = field(default_factory=list)
     created: set[int] = field(default_factory=set)
@@ -84,6 +98,11 @@ class Assignment:
         """Return the operands that are arguments of the function, and what is launched for them."""
         indices = frozenset(i for i, operand in enumerate(operands) if operand.is_argument)
         return Arguments(indices, self.launched if indices else frozenset())
+
+    @property
+    def cost(self) -> tuple[int, float]:
+        """Order of assignments: bytes moved against their layouts, then seconds."""
+        return self.moved, self.time
 
     def copy(self) -> Assignment:
         """Return a copy to which lines can be added on trial."""

@@ -1,9 +1,10 @@
-"""Four blocks as in research code: functions of a dict of parameters and an input."""
+"""Blocks as in research code: functions of a dict of parameters and an input, and a UNet."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 Params = dict[str, torch.Tensor]
 DTYPE = torch.float64
@@ -114,3 +115,56 @@ def vit_params(width: int = 16, seed: int = 3) -> Params:
         "wo": (width, width), "w1": (4 * width, width), "w2": (width, 4 * width),
         "ln1": (width,), "ln2": (width,),
     }, seed)  # fmt: skip
+
+
+class ResidualBlock(nn.Module):
+    """Two convolutions with group norms, and a shortcut."""
+
+    def __init__(self, ins: int, outs: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.GroupNorm(2, ins), nn.GroupNorm(2, outs)])
+        self.convs = nn.ModuleList(
+            [nn.Conv2d(ins, outs, 3, padding=1), nn.Conv2d(outs, outs, 3, padding=1)]
+        )
+        self.shortcut = nn.Conv2d(ins, outs, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.convs[0](F.silu(self.norms[0](x)))
+        result: torch.Tensor = self.shortcut(x) + self.convs[1](F.silu(self.norms[1](h)))
+        return result
+
+
+class UNet(nn.Module):
+    """One level down by a strided convolution and pooling, up by interpolation and transposed."""
+
+    def __init__(self, channels: int = 4) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, channels, 7, padding=3, padding_mode="circular")
+        self.high = ResidualBlock(channels, channels)
+        self.down = nn.Conv2d(channels, channels, 3, stride=2, padding=1)
+        self.pool = nn.MaxPool2d(3, 2, 1)
+        self.low = ResidualBlock(2 * channels, channels)
+        self.up = nn.ConvTranspose2d(channels, channels, 4, stride=2, padding=1)
+        self.last = nn.Conv2d(3 * channels, 2, 3, padding=1, padding_mode="reflect")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.high(self.first(x))
+        low = self.low(torch.cat([self.down(x), self.pool(x)], 1))
+        size = x.shape[-2:]
+        smooth = F.interpolate(F.avg_pool2d(low, 2), size=size, mode="bilinear")
+        up = F.interpolate(self.up(low), size=size)
+        result: torch.Tensor = self.last(torch.cat([x, smooth, up], 1))
+        return result
+
+
+def unet(seed: int = 0) -> UNet:
+    """Return a UNet of float64 with fixed parameters."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return UNet().double()
+
+
+def image(height: int, width: int, seed: int = 0) -> torch.Tensor:
+    """Return a random batch of two images."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(2, 3, height, width, generator=generator, dtype=torch.float64)

@@ -257,7 +257,8 @@ def test_arguments_that_the_function_writes_are_kept() -> None:
     w = random_global((4, 8), F64, 1).requires_grad_()
     x = random_global((512, 4), F64, 2)
     (expected,) = torch.autograd.grad((x @ w).tanh().square().mean(), w)
-    part = fs.partition(step, mesh=MESH, in_specs=(P(), P(None, "x")), remat="all")
+    part = fs.partition(step, mesh=MESH, in_specs=(P(), P(None, "x")), remat="all",
+                        replicate="x")  # fmt: skip
     (grad,) = torch.autograd.grad(part(w, x.clone()), w)
     torch.testing.assert_close(grad, expected, rtol=1e-12, atol=1e-12)
 

@@ -22,6 +22,7 @@ from fshard.ops.rules.shard_call import (
     ShardCall,
     call_with,
     has_empty_shard,
+    zero_results,
     zeros_with_grad,
 )
 from fshard.ops.rules.window.window_dims import (
@@ -29,6 +30,7 @@ from fshard.ops.rules.window.window_dims import (
     SpatialFactors,
     Windows,
     padded,
+    reads_nothing,
     spans,
     spatial_value,
 )
@@ -179,7 +181,7 @@ class _LocalWindows:
         if not any(parts):
             return call
         if self.transposed:
-            return self._cropped(call, parts)
+            return self._cropped(call, parts, ctx)
         pairs = [
             (n.before, n.after) if part is None else (part.reach.before, part.reach.after)
             for part, n in zip(parts, self.numbers, strict=True)
@@ -217,15 +219,22 @@ class _LocalWindows:
             call = with_argument(*call, name, kept)
         return call
 
-    def _cropped(self, call: LocalCall, parts: tuple[Span | None, ...]) -> LocalCall:
+    def _cropped(
+        self, call: LocalCall, parts: tuple[Span | None, ...], ctx: RankContext
+    ) -> LocalCall:
         pairs = self.frames(parts)
         op, args, kwargs = self.bare(call, parts)
 
         def run(*args: Any, **kwargs: Any) -> torch.Tensor:
             bias = argument(op, args, kwargs, "bias")
+            out: torch.Tensor | None = None
+            if reads_nothing(parts):
+                out = zero_results(args, kwargs, ctx)[0]
+            else:
+                out = padded(call_with(op, args, kwargs, bias=None), pairs)
+            assert out is not None
             if bias is None:
-                return padded(op(*args, **kwargs), pairs)
-            out = padded(call_with(op, args, kwargs, bias=None), pairs)
+                return out
             result: torch.Tensor = out + bias.view(-1, *[1] * len(parts))
             return result
 
@@ -295,6 +304,8 @@ class _LocalConvBackward:
         """Return the gradients of one rank's window, of the weight and of the bias."""
         if not any(spanned) or has_empty_shard(ctx):
             return list(self.parts(op, args, kwargs, ctx))
+        if reads_nothing(spanned):
+            return zero_results(args, kwargs, ctx)
         if self.windows.transposed:
             grad = argument(op, args, kwargs, "grad_output")
             frame = [(-before, -after) for before, after in self.windows.frames(spanned)]

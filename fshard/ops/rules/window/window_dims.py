@@ -83,6 +83,11 @@ def spans(windows: Windows, made: Spec, rank: int) -> tuple[Span | None, ...]:
     return tuple(rows)
 
 
+def reads_nothing(parts: Sequence[Span | None]) -> bool:
+    """Return True if a rank computes elements of padding alone along some dim."""
+    return any(part is not None and part.reach.start == part.reach.stop for part in parts)
+
+
 def padded(x: torch.Tensor, pairs: Sequence[tuple[int, int]], value: float = 0.0) -> torch.Tensor:
     """Return a tensor whose last dims are padded by (before, after); negative numbers crop."""
     if not any(map(any, pairs)):

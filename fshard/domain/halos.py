@@ -1,0 +1,299 @@
+"""`fs.domain.halo_exchange` and `halo_reduce`: shards extended by their neighbours' elements.
+
+Both are a halo step of a program and local padding, on pairs, and in the body of a `shard_map`,
+where the axes and sizes of the dims are arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fshard._util.errors import Problem, fail, raise_if
+from fshard.domain.ring_layouts import global_sizes
+from fshard.layout.mesh import Axes
+from fshard.layout.partition_spec import PartitionSpec
+from fshard.layout.sharded import Sharded
+from fshard.layout.spec import Spec
+from fshard.layout.tree import is_pair
+from fshard.layout.validation import as_ints
+from fshard.ops.core.windows import BOUNDARIES, Window, clamped, reflected
+from fshard.ops.rules.window.taps import Tap, gather_taps, scatter_taps
+from fshard.ops.rules.window.window_dims import Span, padded
+from fshard.program.halo_boxes import reversed_halo
+from fshard.program.halo_steps import HaloExchange, Windows
+from fshard.program.program import Program
+from fshard.run.creation import rank_on_mesh
+from fshard.spmd.axis_env import resolve_axes
+from fshard.spmd.collectives.pcast import axis_index
+
+Widths = Mapping[int, tuple[int, int]]
+"""For each extended dim the elements before each shard and after it."""
+
+
+def halo_exchange(
+    x: Any,
+    widths: Widths,
+    boundary: str = "zeros",
+    *,
+    axis_name: Mapping[int, Axes] | None = None,
+    sizes: Mapping[int, Sequence[int]] | None = None,
+) -> Any:
+    """Extend each shard along dims by the elements before it and after it, corners included.
+
+    On a pair, or on a tensor of a `shard_map`'s body with `axis_name`. Every rank receives what it
+    lacks and no more, in one launch, from as many ranks as it takes. Empty shards stay empty.
+
+    Args:
+        x: a pair, or in a body this rank's tensor.
+        widths: for each dim to extend the numbers of elements before and after; the dim need not
+            be sharded.
+        boundary: the elements beyond the ends of a dim: "zeros", "circular" (from the other end),
+            "reflect" (mirrored at the first and last element) or "replicate" (these repeated).
+        axis_name: in a body, the axes along which each of these dims is sharded.
+        sizes: in a body, the sizes of the shards of dims that are not even.
+
+    Returns:
+        A pair whose layout has the extended shards, `f32[12@h]` for `f32[8@h]` extended by one on
+        two ranks, or this rank's extended tensor.
+
+    Raises:
+        ShardingError: dims or widths out of range, an unknown boundary, a reflection that is wider
+            than the dim less one, elements of an empty dim.
+
+    The transpose, and gradient, is `fs.domain.halo_reduce`. The exchange is `fs.HaloExchange`.
+
+    >>> import torch
+    >>> import fshard as fs
+    >>> x = fs.shard(torch.arange(1.0, 7), fs.Spec(fs.Mesh(h=2), fs.P("h"), shape=(6,)))
+    >>> y = fs.domain.halo_exchange(x, {0: (1, 1)}, boundary="circular")
+    >>> y.spec, y.local[0]
+    (f32[10@h], tensor([6., 1., 2., 3., 4.]))
+    """
+    return _run("fs.domain.halo_exchange", x, widths, boundary, axis_name, sizes, reverse=False)
+
+
+def halo_reduce(
+    x: Any,
+    widths: Widths,
+    boundary: str = "zeros",
+    *,
+    axis_name: Mapping[int, Axes] | None = None,
+    sizes: Mapping[int, Sequence[int]] | None = None,
+) -> Any:
+    """Add the elements around extended shards to the shards that have them: the transpose.
+
+    Args:
+        x: a pair with the layout that `fs.domain.halo_exchange` returns, or in a body this rank's
+            extended tensor.
+        widths: for each extended dim the numbers of elements before and after.
+        boundary: the meaning of the elements beyond the ends of a dim, as of
+            `fs.domain.halo_exchange`; with "zeros" they are dropped.
+        axis_name: in a body, the axes along which each of these dims is sharded.
+        sizes: in a body, the sizes of the shards before they were extended, where they are not
+            even.
+
+    Returns:
+        A pair with the shards before they were extended, or this rank's tensor.
+
+    Raises:
+        ShardingError: as `fs.domain.halo_exchange`, and shards that are shorter than the widths.
+
+    The transpose, and gradient, is `fs.domain.halo_exchange`.
+
+    >>> import torch
+    >>> import fshard as fs
+    >>> x = fs.shard(torch.ones(6), fs.Spec(fs.Mesh(h=2), fs.P("h"), shape=(6,)))
+    >>> extended = fs.domain.halo_exchange(x, {0: (1, 1)})
+    >>> fs.unshard(fs.domain.halo_reduce(extended, {0: (1, 1)}))
+    tensor([1., 1., 2., 2., 1., 1.])
+    """
+    return _run("fs.domain.halo_reduce", x, widths, boundary, axis_name, sizes, reverse=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Halo:
+    """Exchange of one layout: the program, and the windows of the extended dims.
+
+    Attributes:
+        spec: the layout of the shards.
+        extended: the layout of the extended shards.
+        program: the halo exchange, None if every window is the own shard.
+        windows: the window of each extended dim.
+    """
+
+    spec: Spec
+    extended: Spec
+    program: Program | None
+    windows: dict[int, Window]
+
+    @staticmethod
+    def of(spec: Spec, widths: Widths, boundary: str) -> _Halo:
+        """Return the exchange from a layout of shards."""
+        windows, rows = dict[int, Window](), list[Windows | None]([None] * spec.ndim)
+        shape, sizes = list(spec.shape), dict[int, Sequence[int]]()
+        for dim, (before, after) in widths.items():
+            size, shards = spec.shape[dim], spec.shard_sizes(dim)
+            window = Window("o", "i", size, size, 1, -before, after, anchor=0, boundary=boundary)
+            windows[dim], rows[dim] = window, window.windows(shards)
+            sizes[dim] = [size + before + after if size else 0 for size in shards]
+            shape[dim] = sum(sizes[dim])
+        program = Program(spec, (HaloExchange(tuple(rows)),)) if windows else None
+        others = {d: s for d, s in enumerate(spec.sizes) if s is not None and d not in sizes}
+        extended = Spec(spec.mesh, spec.partition, shape=shape, dtype=spec.dtype,
+                        sizes={**others, **sizes})  # fmt: skip
+        return _Halo(spec, extended, program, windows)
+
+    def parts(self, rank: int) -> list[tuple[int, Window, Span]]:
+        """Return the extended dims of a rank with their windows and spans."""
+        offsets, shape = self.spec.offsets(rank), self.spec.local_shape(rank)
+        return [
+            (dim, w, Span(offsets[dim], offsets[dim] + shape[dim],
+                          w.reach(offsets[dim], offsets[dim] + shape[dim])))
+            for dim, w in self.windows.items() if shape[dim]
+        ]  # fmt: skip
+
+    def pad(self, x: Tensor, rank: int) -> Tensor:
+        """Return the extended shard of a rank from its window."""
+        for dim, window, span in self.parts(rank):
+            if window.boundary == "zeros":
+                pairs = [(0, 0)] * x.ndim
+                pairs[dim] = span.reach[2:]
+                x = padded(x, pairs)
+            elif window.boundary != "circular":
+                x = gather_taps(x, dim, span, _taps(window, span))
+        return x
+
+    def unpad(self, x: Tensor, rank: int) -> Tensor:
+        """Return the transpose of `pad`."""
+        for dim, window, span in self.parts(rank):
+            if window.boundary == "zeros":
+                before, after = span.reach[2:]
+                x = x.narrow(dim, before, x.shape[dim] - before - after)
+            elif window.boundary != "circular":
+                x = scatter_taps(x, dim, span, _taps(window, span))
+        return x
+
+
+def _taps(window: Window, span: Span) -> list[Tap]:
+    """Return the elements that an extended shard has."""
+    at = reflected if window.boundary == "reflect" else clamped
+    positions = range(span.start + window.low, span.stop + window.high)
+    return [([at(position, window.size) for position in positions], None)]
+
+
+def _run(
+    where: str, x: Any, widths: Widths, boundary: str, axis_name: Mapping[int, Axes] | None,
+    sizes: Mapping[int, Sequence[int]] | None, *, reverse: bool,
+) -> Any:  # fmt: skip
+    """Return the exchange of a pair or of the tensor of a body, or the reduction."""
+    if is_pair(x):
+        pair = Sharded(*x)
+        widths = _checked(where, widths, boundary, pair.spec.ndim)
+        spec = _shards(where, pair.spec, widths) if reverse else pair.spec
+        return Sharded(*_moved(where, pair, spec, widths, boundary, reverse=reverse))
+    widths = _checked(where, widths, boundary, x.ndim)
+    if axis_name is None:
+        fail(where, "a tensor without axis_name=", "the operand must be a pair, or a tensor of a "
+             "body, in which the axes have names", 'axis_name={0: "h"} in fs.shard_map'
+             )  # fmt: skip
+    spec = _body_spec(where, x, widths, axis_name, sizes or {}, reverse=reverse)
+    return _moved(where, Sharded(x, spec), spec, widths, boundary, reverse=reverse)[0]
+
+
+def _moved(
+    where: str, pair: Sharded, spec: Spec, widths: Widths, boundary: str, *, reverse: bool
+) -> tuple[Any, Spec]:
+    """Return the local and the layout of an exchange from `spec`, or of a reduction to it."""
+    for dim, pair_of in widths.items():
+        _check_room(where, spec, dim, pair_of, boundary)
+    halo = _Halo.of(spec, widths, boundary)
+    if halo.program is None:
+        return pair.local, spec
+    local = pair.local
+    if reverse:
+        (step,) = halo.program.steps
+        assert isinstance(step, HaloExchange)
+        back = Program(halo.program.dst, (reversed_halo(step, spec),))
+        return back(_on_ranks(where, local, halo.unpad, spec)), spec
+    return _on_ranks(where, halo.program(local), halo.pad, spec), halo.extended
+
+
+def _on_ranks(where: str, local: Any, function: Callable[[Tensor, int], Tensor], spec: Spec) -> Any:
+    """Return a function of the local of this rank, or of those of all ranks."""
+    if isinstance(local, Tensor):
+        return function(local, rank_on_mesh(spec.mesh, where))
+    return tuple(function(x, rank) for x, rank in zip(local, spec.mesh.ranks, strict=True))
+
+
+# -- layouts and checks -----------------------------------------------------------------------
+
+
+def _checked(where: str, widths: Any, boundary: str, ndim: int) -> dict[int, tuple[int, int]]:
+    """Return widths by non-negative dims.
+
+    Raises:
+        ShardingError: dims or widths out of range, and an unknown boundary.
+    """
+    fix = "{0: (1, 1)}, say"
+    if not isinstance(widths, Mapping):
+        fail(where, f"widths={widths!r}", "widths must map dims to pairs of numbers", fix)
+    problems = [
+        Problem(f"widths[{dim!r}]={pair!r}", f"a dim must be in {-ndim}..{ndim - 1}, and have "
+                "numbers of at least 0 before and after", fix)
+        for dim, pair in widths.items()
+        if type(dim) is not int or not -ndim <= dim < ndim or as_ints(pair) is None
+        or len(pair) != 2 or min(pair) < 0
+    ]  # fmt: skip
+    if boundary not in BOUNDARIES:
+        problems.append(Problem(f"boundary={boundary!r}", f"boundary must be one of "
+                                f"{', '.join(BOUNDARIES)}", 'boundary="zeros"'))  # fmt: skip
+    raise_if(where, problems)
+    return {dim % ndim: (int(a), int(b)) for dim, (a, b) in widths.items()}
+
+
+def _check_room(where: str, spec: Spec, dim: int, widths: tuple[int, int], boundary: str) -> None:
+    """Raise if a boundary needs elements that a dim does not have."""
+    size = spec.shape[dim]
+    if boundary == "reflect" and max(widths) >= max(size, 1):
+        fail(where, f"widths {widths} of dim {dim}", f"a reflection must be shorter than the dim, "
+             f"of {size}", f"at most {max(size - 1, 0)} elements")  # fmt: skip
+
+
+def _shards(where: str, spec: Spec, widths: Widths) -> Spec:
+    """Return the layout of the shards that were extended to `spec`."""
+    sizes = {d: s for d, s in enumerate(spec.sizes) if s is not None}
+    shape = list(spec.shape)
+    for dim, (before, after) in widths.items():
+        rows = [n - before - after if n else 0 for n in spec.shard_sizes(dim)]
+        if min(rows) < 0:
+            fail(where, f"shards of {spec.shard_sizes(dim)} in dim {dim}",
+                 f"extended shards must have {before} + {after} elements, or none",
+                 "the result of fs.domain.halo_exchange with these widths")  # fmt: skip
+        sizes[dim], shape[dim] = tuple(rows), sum(rows)
+    return Spec(spec.mesh, spec.partition, shape=shape, dtype=spec.dtype, sizes=sizes)
+
+
+def _body_spec(
+    where: str, x: Tensor, widths: Widths, axis_name: Mapping[int, Axes],
+    given: Mapping[int, Sequence[int]], *, reverse: bool,
+) -> Spec:  # fmt: skip
+    """Return the layout of the shards of which a rank of a mapped function has one."""
+    dims, shape = list[Any]([None] * x.ndim), list(x.shape)
+    axes_of = {dim % x.ndim: axes for dim, axes in axis_name.items()}
+    sizes = {dim % x.ndim: rows for dim, rows in given.items()}
+    mesh, _ = resolve_axes(next(iter(axes_of.values()), ()), None, where)
+    found: dict[int, Sequence[int]] = {}
+    for dim, (before, after) in widths.items():
+        own = x.shape[dim]
+        own = own - before - after if reverse and own else own
+        shape[dim] = own
+        if dim in axes_of:
+            _, axes = resolve_axes(axes_of[dim], None, where)
+            rows = global_sizes(where, f"sizes[{dim}]", sizes.get(dim), mesh.axis_size(axes),
+                                int(axis_index(axes)), own)  # fmt: skip
+            dims[dim], shape[dim], found[dim] = axes, sum(rows), rows
+    return Spec(mesh, PartitionSpec(*dims), shape=shape, dtype=x.dtype, sizes=found)

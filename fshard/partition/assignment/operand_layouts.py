@@ -1,0 +1,78 @@
+"""Layouts of the operands of one operation: the fastest strategy, and the axes that are kept.
+
+The layouts of arguments are intentions: an axis that shards an operand is kept by the operations on
+it and on its results, unless they have no such rule.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fshard.layout.partition_spec import LINEAR, PartitionSpec
+from fshard.layout.spec import Spec
+from fshard.ops.core.call import fill_call
+from fshard.ops.propagate.propagate import strategy_for
+from fshard.ops.strategy.strategy import Strategy
+from fshard.partition.assignment.tensor_versions import Assignment, TensorVersions
+from fshard.program.cost.topology import Topology
+
+MAX_COMBINATIONS = 16
+"""Combinations of the operands' layouts that are tried for one operation."""
+
+
+def best_strategy(
+    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], operands: Sequence[TensorVersions],
+    assignment: Assignment, topology: Topology, hint: PartitionSpec | None, *, grad: bool,
+) -> Strategy:  # fmt: skip
+    """Return the fastest strategy of a call over the layouts that its operands have.
+
+    Args:
+        op: the operation.
+        args: its arguments, with `operands` in the places of tensors.
+        kwargs: its keyword arguments, likewise.
+        operands: the tensors, in order.
+        assignment: the lines before, whose launches gathers of arguments share.
+        topology: the topology to cost strategies on.
+        hint: the preferred layout of the first result.
+        grad: the grad mode.
+    """
+    tracked = grad and any(tensor.grad for tensor in operands)
+    layouts = [tensor.sources(grad) for tensor in operands]
+    held, kept = (
+        frozenset((i, axis) for i, axes in enumerate(rows) for axis in axes)
+        for rows in ([x.held for x in operands], [x.kept for x in operands])
+    )
+    arguments = assignment.arguments_of(operands)
+    combinations = itertools.islice(itertools.product(*layouts), MAX_COMBINATIONS)
+    strategies = (
+        strategy_for(op, *fill_call(args, kwargs, TensorVersions, specs), topology, tracked, hint,
+                     held, kept, arguments)
+        for specs in combinations
+    )  # fmt: skip
+    return min(strategies, key=lambda strategy: strategy.time)
+
+
+def kept_axes(operands: Sequence[TensorVersions]) -> tuple[str, ...]:
+    """Return the axes along which operations on a result of these operands stay sharded."""
+    return tuple(dict.fromkeys(axis for operand in operands for axis in operand.kept))
+
+
+def moved_bytes(operands: Sequence[TensorVersions], strategy: Strategy) -> int:
+    """Return the bytes of operands that are kept sharded along an axis, and are not any more."""
+    rows = zip(operands, strategy.sources, strategy.shard_specs, strict=True)
+    return sum(
+        src.nbytes
+        for operand, src, dst in rows
+        for dim, axes in enumerate(src.partition.dims)
+        for axis in axes
+        if axis in operand.kept and axis not in dst.partition.dims[dim]
+    )
+
+
+def with_dual(spec: Spec) -> Spec:
+    """Return a spec that has a dual: axes unreduced by another kind than a sum are invariant."""
+    p = spec.partition
+    linear = tuple((axis, kind) for axis, kind in p.unreduced_kinds if kind in LINEAR)
+    return spec.replace(partition=PartitionSpec._of(p.dims, linear, p.reduced_kinds))

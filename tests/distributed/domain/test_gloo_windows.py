@@ -1,0 +1,59 @@
+"""Windowed operations and a UNet on four processes: the values and gradients of one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import fshard as fs
+from fshard import Mesh, P, Spec
+from tests.helpers.gloo.harness import run_ranks
+from tests.helpers.ops.blocks import image, unet
+
+F64 = torch.float64
+SIZES = {2: (2, 7), 3: (6, 1)}
+CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any], list[tuple[int, ...]]]] = {
+    "conv2d": ((None, 2, 1), {}, [(3, 2, 3, 3)]),
+    "conv_transpose2d": ((None, 2, 1, 1), {}, [(2, 3, 4, 3)]),
+    "avg_pool2d": ((3, 2, 1), {"ceil_mode": True}, []),
+    "max_pool2d": ((3, 1, 1), {"dilation": 2}, []),
+    "adaptive_avg_pool2d": (((4, 3),), {}, []),
+    "interpolate": ((), {"scale_factor": 1.5, "mode": "bicubic"}, []),
+    "pad": (((2, 1, 1, 2),), {"mode": "reflect"}, []),
+}
+
+
+def errors_on_rank() -> dict[str, float]:
+    """Return the largest differences to one device of values and gradients, by function."""
+    mesh = Mesh(h=2, w=2)
+    fs.init(mesh)
+    x = torch.randn(2, 2, 9, 7, dtype=F64, requires_grad=True)
+    spec = Spec(mesh, P(None, None, "h", "w"), shape=x.shape, dtype=F64, sizes=SIZES)
+    errors = {}
+    for name, (args, options, shapes) in CALLS.items():
+        tensors = [x, *(torch.randn(s, dtype=F64, requires_grad=True) for s in shapes)]
+        pair = getattr(fs.domain, name)(fs.shard(x, spec), *tensors[1:], *args, **options)
+        errors[name] = difference(fs.unshard(pair), getattr(F, name)(*tensors, *args, **options),
+                                  tensors)  # fmt: skip
+    model, batch = unet(), image(12, 8)
+    batch_spec = Spec(mesh, P(None, None, "h", "w"), shape=batch.shape, dtype=F64,
+                      sizes={2: (5, 7), 3: (2, 6)})  # fmt: skip
+    part = fs.partition(model, mesh=mesh, params=P(), in_specs=batch_spec)
+    params = dict(model.named_parameters())
+    errors["UNet"] = difference(part(params, batch), model(batch), [*params.values()])
+    return errors
+
+
+def difference(actual: torch.Tensor, expected: torch.Tensor, inputs: list[torch.Tensor]) -> float:
+    weight = torch.arange(float(expected.numel()), dtype=F64).view(expected.shape).cos()
+    grads = [torch.autograd.grad((y * weight).sum(), inputs) for y in (actual, expected)]
+    pairs = [(actual, expected), *zip(*grads, strict=True)]
+    return max(float((a - b).detach().abs().max()) for a, b in pairs)
+
+
+def test_four_processes() -> None:
+    for errors in run_ranks(4, errors_on_rank):
+        assert {*errors} == {*CALLS, "UNet"}
+        assert max(errors.values()) < 1e-9, errors
