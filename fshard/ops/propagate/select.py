@@ -437,8 +437,8 @@ def _combined_cost(
         dst = halo.src if halo else spec
         if any(_is_recut(src, dst, dim) for dim in range(src.ndim)):
             sends = True
-            moves += topology.launch + max_local_nbytes(src) / topology.inner_link.bandwidth
-        moves += _later_gathers_time(mesh, topology, src, dst)
+            time += topology.launch + max_local_nbytes(src) / topology.inner_link.bandwidth
+        time += _later_gathers_time(mesh, topology, src, dst)
     return time + moves, sends, moves + sum(option.moves for option in options)
 
 
