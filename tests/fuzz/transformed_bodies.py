@@ -76,7 +76,6 @@ TRANSFORMS: dict[str, Callable[[Fn, Tensor], Tensor]] = {
     "vjp": _vjp,
     "jvp": _jvp,
     "vmap": lambda f, x: vmap(f)(torch.stack([x, x.cos()])),
-    "vmap of the last dim": lambda f, x: vmap(f, -1, -1)(torch.stack([x, -x], -1)),
     "jacrev": lambda f, x: jacrev(f)(x).sum(0),
     "jacfwd": lambda f, x: jacfwd(f)(x).sum(0),
     "hessian": lambda f, x: hessian(number(f))(x).reshape(x.numel(), -1) @ x.reshape(-1),
@@ -89,8 +88,9 @@ class TransformedCase(MappedCase):
 
     meshes = (Mesh(x=2, y=2), Mesh(x=3))
     max_numel = 24
-    # Not differentiable everywhere, or with a gradient that is not the derivative.
-    excluded = frozenset({"where", "sort", "amax", "detached", "pmax", "pmin"})
+    # Not differentiable everywhere, with a gradient that is not the derivative, or written in place,
+    # where PyTorch's `vmap` refuses some compositions of forward mode.
+    excluded = frozenset({"where", "sort", "amax", "detached", "pmax", "pmin", "written"})
 
     def __init__(self, r: Random) -> None:
         super().__init__(r)
@@ -115,12 +115,7 @@ class TransformedCase(MappedCase):
 
     def run(self) -> None:
         """Compare with one device."""
-        try:
-            expected = self.transformed(self.dense)
-        except RuntimeError as error:
-            if "can't allocate memory" in str(error):
-                return  # PyTorch computes strides of 2**40 in a vmap of a vmap of `expand`
-            raise
+        expected = self.transformed(self.dense)
         torch.testing.assert_close(self.transformed(self.mapped), expected, rtol=1e-10, atol=1e-10)
 
     def __str__(self) -> str:
