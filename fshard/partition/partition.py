@@ -63,7 +63,7 @@ class Partition:
         out_specs: the layouts of the results, None where they are left as they come out.
         params: the layouts of the first argument, if given apart.
         topology: the topology that layouts are costed on.
-        remat: what the backward pass computes again, None for nothing.
+        remat: the policy by which the backward pass recomputes values, None for none.
         module: the module that `fn` calls, None for a function.
 
     >>> import torch
@@ -287,9 +287,10 @@ class Partition:
         count = len(requested)
         requested += [inputs[index][0] for index in traced.written]
         params = sum(map(bool, specs[: flatten([*args[:1]])[1].num_leaves]))
+        number_types = tuple(type(leaves[index]) for index in numbers)
         assignment, outputs, out_specs, grad = fastest_assignment(
             traced.graph, inputs, signature, requested, count,
-            [type(leaves[index]) for index in numbers], [self.hold] * params,
+            number_types, [self.hold] * params,
             tuple(axis for axis in self.mesh.axes if axis not in self.replicate),
             0 if self.params is None else params, self.mesh, self.topology,
             self.where)  # fmt: skip
@@ -303,7 +304,7 @@ class Partition:
             tuple(out_specs[:count]), tuple(assignment.inputs), tuple(outputs[:count]),
             traced.written, result_tree, self.topology, grad, traced.graph,
             (*names, *(leaf_names[index] for index in numbers)), numbers, traced.accepts,
-            signature.requires_grad, signature.device, self.remat,
+            signature.requires_grad, number_types, signature.device, self.remat,
         )  # fmt: skip
         self._last = call
         return call, specs
@@ -365,18 +366,18 @@ def partition(
         hold: axes along which the tensors of `params` stay sharded where they are used, as in
             tensor parallelism: activations are sent instead, also where the cost model prefers to
             gather a weight (`explain()` says where). An operation that has no such rule gathers.
-        remat: what the backward pass computes again in place of keeping it. None keeps what
-            autograd keeps. `"gathers"` redistributes sharded arguments again, as ZeRO-3 and FSDP
-            with `reshard_after_forward=True` do: gathered parameters are freed after their use.
-            `"all"` keeps the arguments alone. A function `policy(op, *args, **kwargs)` decides for
-            every operation, with specs in the places of tensors, and for every redistribution, as
-            `policy(program, spec)`: True or a `CheckpointPolicy` that saves keeps the results,
+        remat: the values that the backward pass computes again in place of keeping them. None keeps
+            what autograd keeps. `"gathers"` redistributes sharded arguments again, as ZeRO-3 and
+            FSDP with `reshard_after_forward=True` do: gathered parameters are freed after their
+            use. `"all"` keeps the arguments alone. A function `policy(op, *args, **kwargs)` decides
+            for every operation, with specs in the places of tensors, and for every redistribution,
+            as `policy(program, spec)`: True or a `CheckpointPolicy` that saves keeps the results,
             False or one that recomputes does not. Layouts and values are the same under every
             policy, and random operations draw the same values again. Launches that run again are
-            coalesced and one is ahead of its use. Parts that `torch.utils.checkpoint` recomputes
-            stay as they are. Transforms of `torch.func` and graphs of `torch.compile` ignore it.
-            `explain()` marks what runs again by `↻`, and `trace(*args).saved_bytes()` has the bytes
-            that are kept.
+            coalesced, and one is ahead of its use; where some rank has an empty shard none runs
+            again. Parts that `torch.utils.checkpoint` recomputes stay as they are. Transforms of
+            `torch.func` and graphs of `torch.compile` ignore the option. `explain()` marks by `↻`
+            what runs again, and `trace(*args).saved_bytes()` has the bytes that are kept.
         replicate: axes along which sharded arguments may be gathered, and work repeated on all
             ranks, where that is modelled as faster. Along the others the layouts of `in_specs` are
             intentions: operations on them stay sharded, except those that have no such rule

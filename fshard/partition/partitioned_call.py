@@ -65,6 +65,7 @@ class PartitionedCall:
         numbers: indices of the arguments' leaves that are numbers of any value.
         accepts: the values of those numbers that the trace holds for.
         requires_grad: for every tensor of the arguments, if its gradient is requested.
+        number_types: the types of the symbolic numbers.
         device: the device of the arguments' tensors.
         remat: the policy by which the backward pass recomputes values.
     """
@@ -84,6 +85,7 @@ class PartitionedCall:
     numbers: tuple[int, ...] = ()
     accepts: Accepts | None = None
     requires_grad: tuple[bool, ...] = ()
+    number_types: tuple[type, ...] = ()
     device: torch.device = CPU
     remat: Remat = None
     _schedule: list[Line] = field(default_factory=list)
@@ -131,7 +133,7 @@ class PartitionedCall:
         return AbstractCall(
             self.mesh, self.schedule, self._inputs,
             [out for out in self._outputs if type(out) is int], self.in_specs,
-            self.requires_grad, self.device, WHERE,
+            self.requires_grad, self.number_types, self.device, WHERE,
         )  # fmt: skip
 
     @property

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from fshard._util.errors import ShardingError
 from fshard._util.text import bytes_text, plural, time_text
 from fshard.layout.spec import Spec
 from fshard.partition.ir import (
@@ -86,12 +87,14 @@ def explain_partitioned(call: PartitionedCall, topology: Topology) -> Table:
         ("time", "", *(time_text(cost.time) for cost in costs), ""),
     ]
     if call.grad:
-        footer.append(("saved", "", "", "", bytes_text(sum(kept.nbytes.values()))))
+        total = bytes_text(sum(kept.nbytes.values()))
+        footer.append(("saved", "", "", "", "unknown" if kept.problem else total))
     count = sum(isinstance(line, Operation | Factory | RegionCall) for line in call.lines)
     title = f"{plural(count, 'operation')} on {call.mesh}, topology {topology.title}"
     shown = len(COLUMNS) if call.grad else -2
     again = ("↻ runs again in the backward pass",) if kept.recomputed else ()
-    notes = (*again, *_coalesced(call), *_gathered(call), *_repeated(call))
+    unknown = (f"saved bytes are unknown: {kept.problem}",) if kept.problem else ()
+    notes = (*unknown, *again, *_coalesced(call), *_gathered(call), *_repeated(call))
     return Table(title, COLUMNS[:shown], tuple(row[:shown] for row in rows),
                  tuple(row[:shown] for row in footer), notes)  # fmt: skip
 
@@ -102,15 +105,22 @@ class _KeptMemory:
 
     nbytes: dict[int, int]
     recomputed: frozenset[int]
+    problem: str = ""
 
     @classmethod
     def of(cls, call: PartitionedCall) -> _KeptMemory:
         """Return the memory of a call, by the values that have a row."""
         sources = {x.out: x.source.value for x in call.lines if isinstance(x, Pick)}
         nbytes: Counter[int] = Counter()
-        for value, n in call.saved_bytes().values.items():
+        try:
+            values = call.saved_bytes().values
+        except ShardingError as error:  # an operation does not run without values
+            return cls(nbytes, frozenset(), error.problems[0].given)
+        for value, n in values.items():
             nbytes[sources.get(value, value)] += n
-        again = call.remat_plan.producers
+        units = call.remat_plan.units
+        again = {value for unit in units for value in unit.outputs}
+        again |= {unit.lines[0].out for unit in units if isinstance(unit.lines[0], Operation)}
         return cls(nbytes, frozenset(sources.get(value, value) for value in again))
 
     def cell(self, *values: int) -> str:

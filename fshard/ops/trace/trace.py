@@ -221,7 +221,7 @@ def _trace(
     symbolic = SymbolicNumbers(numbers) if numbers else None
     symbols, env = (symbolic.symbols, symbolic.env) if symbolic else ((), None)
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
-    with fake_mode, _deeper(), _without_fake_tensor_logs():
+    with fake_mode, _deeper(), without_fake_tensor_logs():
         fakes = [torch.empty(meta.shape, dtype=meta.dtype, device=device)
                  for meta, device in itertools.zip_longest(metas, devices)]  # fmt: skip
         if not above:
@@ -252,7 +252,7 @@ def _trace(
 
 
 @contextmanager
-def _without_fake_tensor_logs() -> Iterator[None]:
+def without_fake_tensor_logs() -> Iterator[None]:
     """Run a block without the long messages that PyTorch logs of a function that fails."""
     logger = logging.getLogger(FAKE_TENSOR_LOGGER)
     level = logger.level

@@ -279,6 +279,7 @@ class Recomputation:
         """
         producer = self.lines.producers.get(value)
         if producer is not None:
+            self._require(producer)  # freed, if an earlier backward pass read only parts
             return self._cached[producer][value]
         if self.outer is None:
             return _unpacked(self._held[value])

@@ -22,6 +22,7 @@ from fshard._util.errors import fail
 from fshard._util.text import one_line
 from fshard.layout.mesh import Mesh
 from fshard.layout.spec import Spec
+from fshard.ops.trace.trace import without_fake_tensor_logs
 from fshard.partition.execution.recomputation import RematerializedLines
 from fshard.partition.execution.remat_plan import Remat, RematPlan, remat_candidates
 from fshard.partition.execution.segments import LineSegment, RankLines
@@ -39,8 +40,8 @@ from fshard.run.transports.base import as_rank, unobserved
 from fshard.run.transports.shape_only import ShapeTransport
 
 NOTHING = RematPlan(())
-STAND_IN = 1.0
-"""Value of a symbolic number."""
+STAND_INS = {int: 7, float: 1.7}
+"""Values of symbolic numbers, of which no simple difference is zero."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,7 @@ class AbstractCall:
         outputs: the value ids of the results.
         in_specs: the specs of the first inputs.
         requires_grad: for each of them, if its gradient is requested.
+        numbers: the types of the other inputs, which are numbers.
         device: the device of the tensors.
         where: name of the function in errors.
     """
@@ -94,6 +96,7 @@ class AbstractCall:
     outputs: Sequence[int]
     in_specs: Sequence[Spec]
     requires_grad: Sequence[bool]
+    numbers: Sequence[type]
     device: torch.device
     where: str
 
@@ -123,6 +126,7 @@ class AbstractCall:
             torch.enable_grad(),
             as_rank(ShapeTransport(rank)),
             unobserved(),
+            without_fake_tensor_logs(),
         ):
             locals_: list[Any] = [
                 torch.empty(spec.local_shape(rank), dtype=spec.dtype, device=self.device)
@@ -130,7 +134,7 @@ class AbstractCall:
                 for spec, grad in zip(self.in_specs, self.requires_grad, strict=True)
             ]  # fmt: skip
             log = _SavedLog(locals_)
-            locals_ += [STAND_IN] * (len(self.inputs) - len(locals_))
+            locals_ += [STAND_INS[kind] for kind in self.numbers]
             with saved_tensors_hooks(log.pack, lambda x: x), named_errors(self.where):
                 _, recomputation = run.run(locals_, log.after)
         log.finish()
@@ -144,8 +148,8 @@ def named_errors(where: str) -> Iterator[None]:
         yield
     except Exception as error:  # noqa: BLE001 - operations of others run in it
         fail(f"{where}: saved bytes", one_line(error),
-             "each operation must run on tensors without values, to see what autograd saves",
-             "torch.library.register_fake of a custom operation")  # fmt: skip
+             "each operation must run on tensors without values, and on the numbers 7 and 1.7",
+             "a tensor in the place of the number; register_fake of a custom operation")  # fmt: skip
 
 
 class _SavedLog:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import pytest
@@ -39,9 +40,15 @@ MESH = Mesh(x=2, y=2)
 FSDP = P(("x", "y"))
 F64 = torch.float64
 Policy = Callable[..., Any]
+OFTEN = (
+    "data parallel", "FSDP", "FSDP, gathered again", "FSDP, checkpointed", "FSDP, products kept",
+    "tensor parallel", "hybrid, gathered again",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[] if name in OFTEN else [pytest.mark.slow]) for name in CASES
+])  # fmt: skip
 def test_saved_bytes_are_those_of_autograd(name: str) -> None:
     expected, expected_grads = one_device()
     result = measured(MESH, name)
@@ -145,7 +152,10 @@ POLICIES = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("specs", [(P("x"), P("y")), (P(None, ("x", "y")), P())], ids=str)
+@pytest.mark.parametrize(
+    "specs", [(P("x"), P("y")), pytest.param((P(None, ("x", "y")), P()), marks=pytest.mark.slow)],
+    ids=str,
+)  # fmt: skip
 def test_policies_have_the_gradients_of_one_device(name: str, specs: Any) -> None:
     fn = FUNCTIONS[name]
     w, x = (random_global((8, 8), F64, i).div(4).requires_grad_() for i in range(2))
@@ -161,6 +171,20 @@ def test_policies_have_the_gradients_of_one_device(name: str, specs: Any) -> Non
         again = torch.autograd.grad(out, (w, x), **options)  # type: ignore[arg-type]
         torch.testing.assert_close((out, *grads), (value, *first), rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(again, first, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("remat", ["gathers", "all"])
+def test_backward_passes_may_read_parts(remat: Any) -> None:
+    """Passes to some parameters, in any order, leave others to recompute what is missing."""
+    part, pairs, x = call_on_pairs(MESH, FSDP, FSDP, remat, loss)
+    leaves = [*locals_in(pair for p in pairs for pair in p.values())]
+    total = sum(part(pairs, x).local)
+    expected = torch.autograd.grad(total, leaves, retain_graph=True)
+    order = Random(0).sample(range(len(leaves)), len(leaves))
+    for start in range(0, len(order), 7):
+        some = order[start : start + 7]
+        grads = torch.autograd.grad(total, [leaves[i] for i in some], retain_graph=True)
+        assert all(torch.equal(grad, expected[i]) for grad, i in zip(grads, some, strict=True))
 
 
 def test_a_policy_gets_operations_and_programs_with_specs() -> None:
@@ -232,6 +256,32 @@ def test_a_function_without_operations_has_nothing_to_recompute(remat: Any) -> N
     x = torch.ones(4, requires_grad=True)
     assert torch.equal(part(x), x)
     assert part.trace(x).saved_bytes().total == 0
+
+
+def test_numbers_of_any_value_are_inputs_of_what_runs_again() -> None:
+    def fn(x: Tensor, n: float, k: int) -> Tensor:
+        return (x * (1 / (n - 1))).tanh() * 2**n + (x.int() << k) * x
+
+    part = fs.partition(fn, mesh=MESH, in_specs=(P("x"), None, None), remat="all")
+    x = random_global((4, 4), F64, 1).requires_grad_()
+    for n, k in ((2.0, 1), (3.0, 2), (4.0, 3), (5.0, 4)):
+        grads = [torch.autograd.grad(f(x, n, k).sum(), x) for f in (part, fn)]
+        torch.testing.assert_close(*grads)
+    call = part.trace(x, 6.0, 5)
+    assert call.number_types == (float, int)
+    assert call.saved_bytes().total == 0
+
+
+def test_explain_says_why_saved_bytes_are_unknown() -> None:
+    part = fs.partition(lambda x, n: (x * (1 / (n - 7))).tanh(), mesh=MESH, in_specs=(P("x"), None))
+    x = torch.ones(4, requires_grad=True)
+    for n in (8, 9, 10):
+        part(x, n)
+    table = part.explain()
+    assert table.footer[-1][-1] == "unknown"
+    assert table.notes[0] == "saved bytes are unknown: ZeroDivisionError: division by zero"
+    with pytest.raises(fs.ShardingError, match="each operation must run on tensors without values"):
+        part.trace(x, 11).saved_bytes()
 
 
 # -- writes, other hooks, transforms -----------------------------------------------------------

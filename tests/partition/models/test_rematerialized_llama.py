@@ -11,7 +11,10 @@ from torch import Tensor
 import fshard as fs
 from fshard import Mesh, P
 
-CASES = [("gathers", False), ("gathers", True), ("all", False)]
+CASES = [
+    ("gathers", True),
+    *(pytest.param(remat, False, marks=pytest.mark.slow) for remat in ("gathers", "all")),
+]
 
 
 def llama(checkpointed: bool) -> Any:
