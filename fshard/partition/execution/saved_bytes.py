@@ -149,7 +149,7 @@ def named_errors(where: str) -> Iterator[None]:
     except Exception as error:  # noqa: BLE001 - operations of others run in it
         fail(f"{where}: saved bytes", one_line(error),
              "each operation must run on tensors without values, and on the numbers 7 and 1.7",
-             "a tensor in the place of the number; register_fake of a custom operation")  # fmt: skip
+             "a tensor in the place of the number; register_fake of an operation")  # fmt: skip
 
 
 class _SavedLog:
