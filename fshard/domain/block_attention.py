@@ -2,8 +2,8 @@
 
 The results of two disjoint blocks of keys, each a normalized output and the logarithm of its sum of
 exponentials, merge to those of their union. From the log-sum-exps and outputs over all keys, the
-gradient of each block follows alone, as in FlashAttention (arXiv 2205.14135). On CPUs and GPUs
-PyTorch's fused kernels compute both where they can; else scores are computed for some rows at once.
+gradient of each block follows alone, as in FlashAttention (arXiv 2205.14135). On CPUs
+PyTorch's fused kernel computes both where it can; else scores are computed for some rows at once.
 """
 
 from __future__ import annotations

@@ -58,6 +58,7 @@ def test_there_are_notebooks() -> None:
         "02_shard_map.ipynb",
         "03_changes_of_layout.ipynb",
         "04_operations_on_layouts.ipynb",
+        "05_what_it_costs.ipynb",
     ]
 
 
