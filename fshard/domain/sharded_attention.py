@@ -94,8 +94,8 @@ def scaled_dot_product_attention(
 
     Each rank sends (p - 1) / p of the keys and values forward; backward it sends them again with
     their gradients, which use saved log-sum-exps. Derivatives of second order hold the
-    scores of all blocks. Semantics of `torch.nn.functional.scaled_dot_product_attention`; ring attention
-    (arXiv 2310.01889), zigzag order (arXiv 2311.09431).
+    scores of all blocks. Semantics of `torch.nn.functional.scaled_dot_product_attention`; ring
+    attention (arXiv 2310.01889), zigzag order (arXiv 2311.09431).
 
     >>> import torch
     >>> import fshard as fs
