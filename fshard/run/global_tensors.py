@@ -208,7 +208,7 @@ def check_sharding(x: torch.Tensor, spec: Spec) -> None:
 
     A tensor with symbols as sizes is one of blocks of the spec.
     """
-    if not has_symbolic_sizes(x):
+    if not (isinstance(x, torch.Tensor) and has_symbolic_sizes(x)):
         _check_global(x, spec, "fs.shard")
     if x.requires_grad and torch.is_grad_enabled():
         _check_linear(spec, "fs.shard")

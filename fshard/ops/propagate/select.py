@@ -457,8 +457,8 @@ def _later_gathers_time(mesh: Mesh, topology: Topology, src: Spec, dst: Spec) ->
 
 
 def _moves_several_axes(strategy: Strategy) -> bool:
-    """Return True if the states of an operand change on several axes, or its blocks on an axis."""
-    return any(
+    """Return True if an operand is sent along several axes, or for other blocks along one."""
+    return strategy.sends and any(
         len({axis for axis, _ in _axis_items(src) ^ _axis_items(dst)}) > 1
         or any(_is_recut(src, dst, dim) for dim in range(src.ndim))
         for src, dst in zip(strategy.sources, strategy.shard_specs, strict=True)

@@ -22,6 +22,11 @@ class Functional(NamedTuple):
         fn: function `fn(params, buffers, *args, **kwargs)` to `(output, new_buffers)`.
         params: the module's parameters by name, each tied one under its first name alone.
         buffers: the module's buffers by name, likewise.
+
+    >>> import torch
+    >>> import fshard as fs
+    >>> sorted(fs.state.functional(torch.nn.BatchNorm1d(2)).buffers)
+    ['num_batches_tracked', 'running_mean', 'running_var']
     """
 
     fn: Callable[..., tuple[Any, Tensors]]

@@ -43,6 +43,10 @@ class Style:
             nothing (`"replicated"`), or `""` where the style has no request for them.
         inputs: the dim that the axes shard, None for none, of arguments by position or name.
         outputs: likewise of results' tensors, by position or by path.
+
+    >>> import fshard as fs
+    >>> fs.state.rowwise("tp").weight
+    'inputs'
     """
 
     name: str
