@@ -27,6 +27,7 @@ STATE = ("fsdp", "zero_adamw", "muon")
 """Examples whose `main` trains beside one device and prints bytes beside their formula."""
 RINGS = {"ring_attention": (4, 64), "point_cloud_knn": (3, 80)}
 """Examples of rings, and the arguments of their `main`."""
+HEAT_EQUATION = ROOT / "examples" / "heat_equation.py"
 PARTITION_LLAMA = ROOT / "examples" / "partition_llama.py"
 TINY = ["--steps", "3", "--batch", "4", "--length", "8", "--width", "16"]
 GRACE_SECONDS = 40
@@ -40,6 +41,7 @@ COMMANDS = {
         name: [str(ROOT / "examples" / f"{name}.py"), *map(str, args)]
         for name, args in RINGS.items()
     },
+    "heat_equation": [str(HEAT_EQUATION), "20"],
 }
 RUN_ALL = f"""
 import os, runpy, sys
@@ -203,6 +205,24 @@ def test_rings_agree_with_one_device(
     for text in (simulated, out):
         (difference,) = re.findall(r"^Losses differ by at most (\S+)\.$", text, re.MULTILINE)
         assert float(difference) < 1e-9
+
+
+@pytest.mark.timeout(300)
+def test_heat_equation_agrees_with_one_device(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    on_processes: dict[str, str],
+) -> None:
+    assert load(HEAT_EQUATION, monkeypatch).main(20) == 0
+    simulated, out = capsys.readouterr().out, on_processes["heat_equation"]
+    assert max(map(len, simulated.splitlines())) <= 80
+    assert "f64[14@rows:9+5,26@columns:16+10,8]" in simulated
+    assert re.search(r"halo_exchange +rows, columns +20 ", simulated)
+    # The field, and its picture, are the same; processes count their own bytes alone.
+    for line in ("heat ", "  "):
+        assert [x for x in simulated.splitlines() if x.startswith(line)] == [
+            x for x in out.splitlines() if x.startswith(line)
+        ]
 
 
 @pytest.mark.timeout(300)
