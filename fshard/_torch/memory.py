@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,7 +37,7 @@ class FlatBuffer:
     True
     """
 
-    __slots__ = ("_storage", "_uses", "flat", "views")
+    __slots__ = ("_references", "_storage", "_uses", "flat", "views")
 
     def __init__(self, xs: Sequence[torch.Tensor]) -> None:
         sizes = [x.numel() for x in xs]
@@ -46,13 +47,21 @@ class FlatBuffer:
         del parts
         self._storage = self.flat.untyped_storage()
         self._uses = self._use_count()
+        self._references = sys.getrefcount(self._storage)
 
     def _use_count(self) -> int:
         return int(torch._C._storage_Use_Count(self._storage._cdata))
 
     def is_free(self) -> bool:
-        """Return True if no tensor refers to the memory but those of the buffer."""
-        return self._use_count() == self._uses
+        """Return True if nothing refers to the memory but the buffer, and it is as large as before.
+
+        A storage that a user holds is one Python object with the buffer's.
+        """
+        return (
+            self._use_count() == self._uses
+            and sys.getrefcount(self._storage) == self._references
+            and self._storage.nbytes() == self.flat.nbytes
+        )
 
     def fits(self, xs: Sequence[torch.Tensor]) -> bool:
         """Return True if the buffer was made for tensors like these."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -27,8 +28,11 @@ from fshard.program.halo_boxes import reversed_halo
 from fshard.program.halo_steps import HaloExchange, Windows
 from fshard.program.program import Program
 from fshard.run.creation import rank_on_mesh
-from fshard.spmd.axis_env import resolve_axes
+from fshard.spmd.axis_env import current_tracker, resolve_axes
 from fshard.spmd.collectives.pcast import axis_index
+from fshard.spmd.tracking.insert_casts import join_operands, replace_tensors
+from fshard.spmd.tracking.torch_effects import Action, OpEffect
+from fshard.spmd.types import States, TypeRule
 
 Widths = Mapping[int, tuple[int, int]]
 """For each extended dim the elements before each shard and after it."""
@@ -196,12 +200,23 @@ def _run(
         spec = _shards(where, pair.spec, widths) if reverse else pair.spec
         return Sharded(*_moved(where, pair, spec, widths, boundary, reverse=reverse))
     widths = _checked(where, widths, boundary, x.ndim)
-    if axis_name is None:
-        fail(where, "a tensor without axis_name=", "the operand must be a pair, or a tensor of a "
-             "body, in which the axes have names", 'axis_name={0: "h"} in fs.shard_map'
-             )  # fmt: skip
+    if not isinstance(axis_name, Mapping) or not axis_name:
+        fail(where, f"a tensor with axis_name={axis_name!r}",
+             "the operand must be a pair, or a tensor of a body, in which the axes have names",
+             'axis_name={0: "h"} in fs.shard_map')  # fmt: skip
     spec = _body_spec(where, x, widths, axis_name, sizes or {}, reverse=reverse)
-    return _moved(where, Sharded(x, spec), spec, widths, boundary, reverse=reverse)[0]
+    move = partial(_moved, where, spec=spec, widths=widths, boundary=boundary, reverse=reverse)
+    tracker = current_tracker()
+    if tracker is None:
+        return move(Sharded(x, spec))[0]
+    axes = tuple(axis for dim in spec.partition.dims for axis in dim)
+    effect = OpEffect(where, Action.OP, TypeRule.OTHER)
+    states, casts = join_operands(tracker, effect, (x,), {}, also=(States.varying(axes),))
+    with tracker.pause():
+        (local,) = replace_tensors((x,), casts)
+        result = move(Sharded(local, spec))[0]
+    tracker.record(result, states)
+    return result
 
 
 def _moved(

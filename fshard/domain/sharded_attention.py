@@ -205,8 +205,8 @@ def attend(
     """
     lead = torch.broadcast_shapes(*(x.shape[:-3] for x in tensors[:3]))
     q, k, v, *masks = (_as_four_dims(x, lead) for x in tensors)
-    if q.shape[1] < k.shape[1]:
-        q = q.expand(-1, k.shape[1], -1, -1)
+    (batch,) = torch.broadcast_shapes(*(x.shape[:1] for x in (q, k, v)))
+    q = q.expand(batch, k.shape[1] if q.shape[1] == 1 else -1, -1, -1)
     scale = 1 / math.sqrt(max(q.shape[-1], 1)) if options.scale is None else options.scale
     drop = None if drop_key is None else scores.drop(drop_key, options.dropout_p, wide(q.detach()))
     ring = RingAttention(mesh, axes, queries, keys, options.is_causal, Attention(scale, drop))

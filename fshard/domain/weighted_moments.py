@@ -101,7 +101,9 @@ def _variance(
         total, first, second = _sums(x.double(), weights.double(), dims, 3)
         mean = first / total
         variance = (second / total - mean * mean).clamp_min(0)
-    results = variance.to(x.dtype), mean.to(x.dtype)
+    dtype = x.dtype if x.dtype.is_floating_point else torch.result_type(x, weights)
+    dtype = dtype if dtype.is_floating_point else torch.get_default_dtype()
+    results = variance.to(dtype), mean.to(dtype)
     if keepdim:
         return results
     return results[0].squeeze(dims), results[1].squeeze(dims)

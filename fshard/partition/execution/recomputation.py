@@ -292,6 +292,8 @@ class Recomputation:
 
     def _release(self, index: int) -> None:
         """Count one use of a recomputed unit, whose values are freed after the last."""
+        if index not in self._left:  # freed: an earlier pass had read some of it
+            return
         self._left[index] -= 1
         if not self._left[index]:
             del self._cached[index], self._left[index]

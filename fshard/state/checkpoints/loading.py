@@ -162,7 +162,7 @@ def _matched(specs: Any, stored: Any) -> tuple[list[Any], list[Any], Any]:
     if specs is None:
         return [None] * len(leaves), leaves, treedef
     names, given = leaf_names(stored), leaf_names(specs)
-    if len(given) > 1 and sorted(names) == sorted(given):
+    if given != [""] and sorted(names) == sorted(given):
         by_name = dict(zip(names, leaves, strict=True))
         layouts, other = flatten(specs)
         return layouts, [by_name[name] for name in given], other

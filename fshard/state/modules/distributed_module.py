@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -385,7 +386,10 @@ def _created(
 
     def create(key: torch.Tensor) -> tuple[Tensors, Tensors]:
         params, buffers = (
-            {name: torch.empty(x.shape, dtype=x.dtype) for name, x in tensors.items()}
+            {
+                name: torch.full(x.shape, math.nan if x.is_floating_point() else 0, dtype=x.dtype)
+                for name, x in tensors.items()
+            }  # what nothing writes is NaN on every rank
             for tensors in (initialize.params, initialize.buffers)
         )
         with keyed(key):

@@ -231,6 +231,8 @@ def interpolation(call: OpCall) -> Rule:
     """Rule `ncbd->ncef` of interpolation: `e` and `f` are windows of `b` and `d`."""
     x = call.operands[0]
     dims = _resamplings(call, x, call.result)
+    if not is_inexact(x) and dims[0].kind in ("linear", "cubic"):
+        return per_plane(call)  # PyTorch rounds integers in a way of its own
     factors, windows = _factors(dims)
     lead, modes = planes(x, len(dims)), linear_modes(0) if is_inexact(x) else ()
     if dims[0].kind in ("nearest", "exact"):

@@ -116,10 +116,21 @@ def _windows(call: OpCall, read: Meta) -> tuple[Windows, SpatialFactors]:
         windows.append(
             Window(names[read.ndim + dim], names[dim], size + before + after, size, 1, -before,
                    -before, boundary=boundary)
-            if before or after else None
+            if (before or after) and not _wraps_cropped(boundary, before, after) else None
         )  # fmt: skip
     rows = tuple(windows)
-    return rows, SpatialFactors.of(rows, names[read.ndim - len(pairs) :])
+    factors = SpatialFactors.of(rows, names[read.ndim - len(pairs) :])
+    unsharded = [_wraps_cropped(boundary, *pair) for pair in pairs]
+    read_dims, made_dims = (
+        tuple(() if fixed else dim for fixed, dim in zip(unsharded, side, strict=True))
+        for side in (factors.read, factors.made)
+    )
+    return rows, SpatialFactors(read_dims, made_dims, factors.windows)
+
+
+def _wraps_cropped(boundary: str, before: int, after: int) -> bool:
+    """Return True for periodic padding whose period is that of a cropped dim."""
+    return boundary == "circular" and min(before, after) < 0 < max(before, after)
 
 
 @dataclass(frozen=True, slots=True)
