@@ -7,6 +7,7 @@ their first leaves: so ranks in several groups never wait for each other in a ri
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -299,12 +300,21 @@ def _all_reduce(
 
     def parts() -> Sequence[torch.Tensor]:
         total = finish()
-        plan.buffers[:] = [buffer]
+        _keep(plan.buffers, buffer)
         if total.data_ptr() == buffer.flat.data_ptr():
             return buffer.parts()
         return torch.split_with_sizes(total, [view.numel() for view in buffer.views])
 
     return parts
+
+
+def _keep(buffers: list[FlatBuffer], buffer: FlatBuffer) -> None:
+    """Keep a buffer for the next launch of its plan, and drop that of the plan not used longest."""
+    buffers[:] = [buffer]
+    _KEPT[id(buffers)] = buffers
+    _KEPT.move_to_end(id(buffers))
+    if len(_KEPT) > MAX_KEPT:
+        _KEPT.popitem(last=False)[1].clear()
 
 
 def _can_be_kept(payloads: Sequence[torch.Tensor]) -> bool:
@@ -322,6 +332,10 @@ def _can_be_kept(payloads: Sequence[torch.Tensor]) -> bool:
 
 
 PLAIN = {torch.Tensor, torch.nn.Parameter}
+MAX_KEPT = 32
+"""Most plans whose buffers are kept: of sizes that change at each step, all but the last are not."""
+_KEPT: OrderedDict[int, list[FlatBuffer]] = OrderedDict()
+"""The buffers of plans by the identity of their lists, the plan used last at the end."""
 
 
 def _send(

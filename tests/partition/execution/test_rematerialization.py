@@ -361,3 +361,19 @@ def test_other_policies_are_refused() -> None:
     part = fs.partition(FUNCTIONS["views"], mesh=MESH, in_specs=P("x"), remat=lambda *a, **k: "no")
     with pytest.raises(fs.ShardingError, match=r"the policy's answer 'no' for"):
         part(torch.ones(8, 8, requires_grad=True), torch.ones(8, 8))
+
+
+def test_partial_passes_that_keep_the_graph_run_again() -> None:
+    def outputs(params: tuple[torch.Tensor, torch.Tensor], x: torch.Tensor) -> tuple[Any, Any]:
+        w, v = params
+        a, b = (x @ w).chunk(2, 1)
+        return torch.sin(a * b).sum(), torch.exp(b * v).sum()
+
+    w, v, x = (torch.randn(4, n, dtype=torch.float64) / 4 for n in (4, 2, 4))
+    w.requires_grad_()
+    part = fs.partition(outputs, mesh=fs.Mesh(x=2), params=(fs.P("x"), fs.P()),
+                        in_specs=fs.P("x"), remat="all")  # fmt: skip
+    results, expected = part((w, v), x), outputs((w, v), x)
+    for index in (0, 0, 1, 0, 1):
+        grads = [torch.autograd.grad(y[index], w, retain_graph=True) for y in (results, expected)]
+        torch.testing.assert_close(*grads)

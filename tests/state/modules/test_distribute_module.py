@@ -237,6 +237,36 @@ def test_meta_modules_without_a_key_have_specs_to_load_to(tmp_path: Path) -> Non
     assert_close(fs.unshard(buffers["net.1.running_mean"]), module.net[1].running_mean)
 
 
+class WithConstant(nn.Module):
+    """Module whose buffer is computed where it is constructed, and by no initialisation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("inverse", 1 / torch.arange(1.0, 9.0))
+
+    def reset_parameters(self) -> None:
+        """Initialise the layer alone."""
+
+
+def test_what_initialisation_does_not_write_is_nan_on_every_rank() -> None:
+    with torch.device("meta"):
+        module = WithConstant()
+    distributed = fs.state.distribute_module(
+        module, Mesh(x=2), partition=[(".*", P())], key=fs.random.key(0)
+    )
+    assert fs.unshard(distributed.buffers["inverse"]).isnan().all()
+    assert not fs.unshard(distributed.params["layer.weight"]).isnan().any()
+
+
+def test_a_module_of_one_parameter_loads_by_its_specs(tmp_path: Path) -> None:
+    linear = nn.Linear(4, 8, bias=False)
+    distributed = fs.state.distribute_module(linear, Mesh(x=2), partition=[(".*", P("x"))])
+    fs.state.save(tmp_path, {"params": distributed.params, "buffers": distributed.buffers})
+    loaded = fs.state.load(tmp_path, {"params": distributed.specs["params"]})
+    assert torch.equal(fs.unshard(loaded["params"]["weight"]), linear.weight)
+
+
 def test_meta_modules_are_explained_with_the_gradients_of_parameters_alone() -> None:
     distributed = fs.state.distribute_module(on_meta(Rotary), MESH, in_specs=P("dp"))
     rows = str(distributed.explain(torch.empty(64, 4, device="meta"))).splitlines()
