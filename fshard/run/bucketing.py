@@ -333,7 +333,7 @@ def _can_be_kept(payloads: Sequence[torch.Tensor]) -> bool:
 
 PLAIN = {torch.Tensor, torch.nn.Parameter}
 MAX_KEPT = 32
-"""Most plans whose buffers are kept: of sizes that change at each step, all but the last are not."""
+"""Most plans whose buffers are kept, for sizes that change at each step."""
 _KEPT: OrderedDict[int, list[FlatBuffer]] = OrderedDict()
 """The buffers of plans by the identity of their lists, the plan used last at the end."""
 
