@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 from fshard import Mesh, P, Sharded, ShardingError, Spec
+from fshard.spmd import axis_env
 from tests.helpers.spec_grid import message, random_global
 
 MESH = Mesh(x=2, y=3)
@@ -427,3 +429,14 @@ def test_refused_nested_maps(at: int) -> None:
     with pytest.raises(ShardingError) as caught:
         call()
     assert str(caught.value) == text
+
+
+def test_names_of_a_failed_backward_pass_are_not_bound_in_later_ones() -> None:
+    def run() -> None:
+        bound = axis_env.BoundAxes(fs.Mesh(x=2), frozenset("x"))
+        bound.backward_task = 3  # a pass that raised: autograd does not call what ends it
+        axis_env._BOUND.set(bound)
+        assert axis_env.current_axes() is None
+        assert bound.is_over
+
+    contextvars.copy_context().run(run)
