@@ -140,7 +140,11 @@ def from_shardy(
              f"a sharding must have a dim for each of the {len(shape)} of the tensor",
              "the shape of the tensor that the text is of")  # fmt: skip
     if dtype is None:
-        dtype = DTYPES.get(types[0][1], torch.float32) if len(types) == 1 else torch.float32
+        element = types[0][1] if len(types) == 1 else "f32"
+        if element not in DTYPES:
+            fail(where, f"the element type {element}", "the element type must be one of PyTorch's",
+                 "dtype=torch.float32, say")  # fmt: skip
+        dtype = DTYPES[element]
     sizes = {}
     for dim, axes in enumerate(partition.dims):
         if all(axis in owner.axes for axis in axes) and shape[dim] % (n := owner.axis_size(axes)):

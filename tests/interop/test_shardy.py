@@ -147,3 +147,9 @@ def test_shardys_parser_reads_and_prints_the_texts() -> None:
 
 def test_dtypes_are_those_of_torch() -> None:
     assert all(isinstance(dtype, torch.dtype) for dtype in DTYPES.values())
+
+
+def test_unknown_element_types_are_refused() -> None:
+    text = 'tensor<8x16xi4> {sdy.sharding = #sdy.sharding<@mesh, [{"x"}, {}]>}'
+    with pytest.raises(fs.ShardingError, match="the element type i4"):
+        fs.interop.from_shardy(text, mesh=fs.Mesh(x=2))
