@@ -58,7 +58,8 @@ def halo_exchange(
         boundary: the elements beyond the ends of a dim: "zeros", "circular" (from the other end),
             "reflect" (mirrored at the first and last element) or "replicate" (these repeated).
         axis_name: in a body, the axes along which each of these dims is sharded.
-        sizes: in a body, the sizes of the shards of dims that are not even.
+        sizes: in a body, the sizes of the shards of dims that are not even, on every rank the
+            same.
 
     Returns:
         A pair whose layout has the extended shards, `f32[12@h]` for `f32[8@h]` extended by one on
@@ -199,6 +200,10 @@ def _run(
         widths = _checked(where, widths, boundary, pair.spec.ndim)
         spec = _shards(where, pair.spec, widths) if reverse else pair.spec
         return Sharded(*_moved(where, pair, spec, widths, boundary, reverse=reverse))
+    if not isinstance(x, Tensor):
+        fail(where, f"an operand of type {type(x).__name__}",
+             "the operand must be a pair, or a tensor of a body", "fs.shard(x, spec)"
+             )  # fmt: skip
     widths = _checked(where, widths, boundary, x.ndim)
     if not isinstance(axis_name, Mapping) or not axis_name:
         fail(where, f"a tensor with axis_name={axis_name!r}",
@@ -298,6 +303,13 @@ def _body_spec(
 ) -> Spec:  # fmt: skip
     """Return the layout of the shards of which a rank of a mapped function has one."""
     dims, shape = list[Any]([None] * x.ndim), list(x.shape)
+    for name, by_dim in (("axis_name", axis_name), ("sizes", given)):
+        if not isinstance(by_dim, Mapping) or not all(
+            type(dim) is int and -x.ndim <= dim < x.ndim for dim in by_dim
+        ):  # fmt: skip
+            fail(where, f"{name}={by_dim!r}", f"{name} must map dims in {-x.ndim}..{x.ndim - 1}",
+                 'axis_name={0: "h"}' if name == "axis_name" else "sizes={0: (3, 2)}"
+                 )  # fmt: skip
     axes_of = {dim % x.ndim: axes for dim, axes in axis_name.items()}
     sizes = {dim % x.ndim: rows for dim, rows in given.items()}
     mesh, _ = resolve_axes(next(iter(axes_of.values()), ()), None, where)

@@ -48,6 +48,9 @@ def balance(spec: Spec, weights: Any, /, *, dim: int | None = None) -> Spec:
     if dim is None and len(dims) != 1:
         fail(NAME, f"{spec}, of which {plural(len(dims), 'dim')} are sharded",
              "dim must be given unless one dim is sharded", "dim=0")  # fmt: skip
+    if dim is not None and dim not in {*dims, *(i - spec.ndim for i in dims)}:
+        fail(NAME, f"dim={dim!r} of {spec}", f"dim must be a sharded one, of {dims}",
+             f"dim={dims[0] if dims else 0}")  # fmt: skip
     index = dims[0] if dim is None else dim % spec.ndim
     values = torch.as_tensor(weights, dtype=torch.float64).tolist()
     size = spec.shape[index]

@@ -53,7 +53,8 @@ def knn(
             sliced.
         k: number of neighbours, at most the number of points.
         axis_name: in a body, the axes along which points are sharded.
-        point_sizes: in a body, the number of points on each index along the axes, None if equal.
+        point_sizes: in a body, the number of points on each index along the axes, None if equal;
+            uneven shards need them, on every rank the same.
 
     Returns:
         `(indices, distances)`, each of shape (queries, k) and sharded as the sliced queries: global
@@ -77,7 +78,7 @@ def knn(
     ([[0, 1], [1, 0], [2, 3], [3, 2]], tensor([1.0000, 1.0000, 1.5000, 1.5000]))
     """
     where = "fs.domain.knn"
-    if not isinstance(k, int) or k < 1:
+    if type(k) is not int or k < 1:
         fail(where, f"k={k!r}", "k must be an int of at least 1", "k=8, say")
 
     def search(ring: _PointRing, points: Tensor, queries: Tensor) -> tuple[Tensor, ...]:
@@ -112,7 +113,8 @@ def radius_search(
         size: largest number of neighbours of a query: the nearest are returned. None returns all,
             in a result whose size depends on values.
         axis_name: in a body, the axes along which points are sharded.
-        point_sizes: in a body, the number of points on each index along the axes, None if equal.
+        point_sizes: in a body, the number of points on each index along the axes, None if equal;
+            uneven shards need them, on every rank the same.
 
     Returns:
         `(indices, distances, counts)`. With `size`, indices and distances have shape (queries,
@@ -142,7 +144,7 @@ def radius_search(
     where = "fs.domain.radius_search"
     if not isinstance(radius, int | float) or not radius >= 0:
         fail(where, f"radius={radius!r}", "the radius must be a number of at least 0", "radius=0.1")
-    if size is not None and (not isinstance(size, int) or size < 0):
+    if size is not None and (type(size) is not int or size < 0):
         fail(where, f"size={size!r}", "size must be an int of at least 0, or None", "size=32, say")
 
     def search(ring: _PointRing, points: Tensor, queries: Tensor) -> tuple[Tensor, ...]:

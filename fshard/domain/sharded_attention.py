@@ -81,8 +81,9 @@ def scaled_dot_product_attention(
         order: "contiguous", or "zigzag" for tensors whose sequence is in the order
             `fs.domain.zigzag_order`, in which a causal mask gives all ranks equal work.
         axis_name: in a body, the axes along which keys are sharded.
-        query_sizes: in a body, the number of queries on each index along the axes, None if equal.
-        key_sizes: in a body, the number of keys on each index, None if equal.
+        query_sizes: in a body, the number of queries on each index along the axes, None if equal;
+            uneven shards need them, on every rank the same.
+        key_sizes: in a body, the number of keys on each index, as `query_sizes`.
 
     Returns:
         A pair sharded as the sliced query, or this rank's tensor, of shape (..., queries, value
@@ -110,6 +111,9 @@ def scaled_dot_product_attention(
     if order not in ORDERS:
         fail(WHERE, f"order={order!r}", "order must be 'contiguous' or 'zigzag'",
              "order='contiguous'")  # fmt: skip
+    if not 0 <= dropout_p <= 1:
+        fail(WHERE, f"dropout_p={dropout_p!r}", "dropout_p must be in 0..1", "dropout_p=0.1"
+             )  # fmt: skip
     if attn_mask is not None and is_causal:
         fail(WHERE, "attn_mask and is_causal=True", "one of them must be left out, as in PyTorch",
              "attn_mask with False, or -inf, after the query")  # fmt: skip
@@ -363,6 +367,10 @@ def _layout_problems(specs: Sequence[Spec]) -> list[Problem]:
         problems.append(Problem(f"key of {key}, value of {value}",
                                 "key and value must be sharded alike",
                                 f"fs.reshard(value, {_like(key, value)!r})"))  # fmt: skip
+    if any(key.partition.dims[: max(key.ndim - query.ndim, 0)]):
+        problems.append(Problem(f"query of {query}, key of {key}",
+                                "a batch dim that the query lacks must be unsharded",
+                                "fs.reshard(key, fs.P(...)) that shards other dims"))  # fmt: skip
     for i in range(3, 1 + min(query.ndim, key.ndim)):
         axes = query.partition.dims[-i], key.partition.dims[-i]
         shards = (1,) if 0 in (query.shape[-i], key.shape[-i]) else (

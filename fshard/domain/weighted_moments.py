@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fshard._util.errors import fail
 from fshard.layout.tree import is_pair
 from fshard.ops.rules.reduce.moments import reduced_together
 from fshard.partition.apply import on_pairs
@@ -37,7 +38,7 @@ def weighted_mean(
     >>> fs.unshard(fs.domain.weighted_mean(x, torch.tensor([1.0, 0.0, 2.0, 1.0])))
     tensor(3.2500)
     """
-    return _run(_mean, x, weights, dim, keepdim)
+    return _run("fs.domain.weighted_mean", _mean, x, weights, dim, keepdim)
 
 
 def weighted_var_mean(
@@ -66,13 +67,18 @@ def weighted_var_mean(
     >>> fs.unshard(variance), fs.unshard(mean)
     (tensor(3.1875), tensor(3.2500))
     """
-    variance, mean = _run(_variance, x, weights, dim, keepdim)
+    where = "fs.domain.weighted_var_mean"
+    variance, mean = _run(where, _variance, x, weights, dim, keepdim)
     return variance, mean
 
 
-def _run(fn: Any, x: Any, weights: Any, dim: Any, keepdim: bool) -> Any:
+def _run(where: str, fn: Any, x: Any, weights: Any, dim: Any, keepdim: bool) -> Any:
     dims = tuple(range(len(x.shape))) if dim is None else (dim,) if isinstance(dim, int) else dim
-    dims = tuple(sorted({d % max(len(x.shape), 1) for d in dims}))
+    ndim = max(len(x.shape), 1)
+    if not all(-ndim <= d < ndim for d in dims):
+        fail(where, f"dim={dim!r} of a shape {tuple(x.shape)}",
+             f"dims must be in {-ndim}..{ndim - 1}", f"dim={ndim - 1}")  # fmt: skip
+    dims = tuple(sorted({d % ndim for d in dims}))
     if is_pair(x) or is_pair(weights):
         return on_pairs(fn, mode="auto")(x, weights, dims, keepdim)
     return fn(x, weights, dims, keepdim)

@@ -181,7 +181,9 @@ def window_plan(
     >>> plan.sizes, [rank.lacking for rank in plan.ranks]
     ((2, 2, 1, 0), [1, 2, 1, 0])
     """
-    pads = (padding, padding) if isinstance(padding, int) else tuple(padding)
+    pads = as_ints((padding, padding) if isinstance(padding, int) else padding)
+    if pads is None:
+        fail(WHERE, f"padding={padding!r}", "padding must be an int or a pair of ints", "padding=1")
     shards, out = as_ints(sizes_in), None if sizes_out is None else as_ints(sizes_out)
     raise_if(WHERE, _problems(size, kernel, stride, dilation, pads, shards))
     assert shards is not None

@@ -104,3 +104,22 @@ PAIR = fs.shard(torch.ones(6, 4), Mesh(h=2), P("h"))
 def test_arguments_that_do_not_fit_are_refused(call: Any, message: str) -> None:
     with pytest.raises(ShardingError, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    ("x", "options", "message"),
+    [
+        ([1.0], {"axis_name": {0: "h"}}, "operand of type list"),
+        (None, {"axis_name": {3: "h"}}, "axis_name must map dims"),
+        (None, {"axis_name": {0: "h"}, "sizes": (2, 2)}, "sizes must map dims"),
+    ],
+)
+def test_arguments_in_a_body_that_do_not_fit_are_refused(
+    x: Any, options: Any, message: str
+) -> None:
+    @fs.shard_map(mesh=Mesh(h=2), in_specs=P("h"), out_specs=P("h"))
+    def extend(y: torch.Tensor) -> Any:
+        return fs.domain.halo_exchange(y if x is None else x, {0: (1, 1)}, **options)
+
+    with pytest.raises(ShardingError, match=message):
+        extend(torch.ones(4))

@@ -244,3 +244,12 @@ def test_errors_come_before_communication() -> None:
         assert "operands must be on one mesh" in text_of(rows, other, other)
         assert "operands must be pairs" in text_of(*[torch.zeros(2, 2, 8, 4)] * 3)
     assert not log.counts
+
+
+def test_sharded_batch_dim_that_the_query_lacks_is_refused() -> None:
+    mesh = Mesh(dp=2, cp=2)
+    q, k = tensor((2, 4, 3), 0), tensor((2, 2, 4, 3), 1)
+    query = fs.shard(q, Spec(mesh, P(None, "cp"), shape=q.shape, dtype=F64))
+    key = fs.shard(k, Spec(mesh, P("dp", None, "cp"), shape=k.shape, dtype=F64))
+    with pytest.raises(ShardingError, match="a batch dim that the query lacks must be unsharded"):
+        ring(query, key, key)

@@ -112,3 +112,18 @@ def test_weighted_moments_take_one_reduction(dtype: torch.dtype, dim: Any) -> No
     part = fs.partition(fs.domain.weighted_var_mean, mesh=mesh, in_specs=(large, large, None))
     text = str(part.explain(*[torch.empty(large.shape, device="meta")] * 2, 0))
     assert text.count("→") == 1
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: fs.domain.weighted_mean(x, torch.ones(4, 2), dim=2),
+        lambda x: fs.domain.weighted_var_mean(x, torch.ones(4, 2), dim=(0, -3)),
+        lambda x: fs.domain.balance(x.spec, torch.ones(4), dim=2),
+        lambda x: fs.domain.balance(x.spec, torch.ones(2), dim=1),
+    ],
+)
+def test_dims_out_of_range_or_unsharded_are_refused(call: Any) -> None:
+    x = fs.shard(torch.ones(4, 2), Spec(Mesh(x=2), P("x"), shape=(4, 2)))
+    with pytest.raises(ShardingError, match="dim"):
+        call(x)
