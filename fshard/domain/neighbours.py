@@ -271,7 +271,7 @@ class _Rows:
 
     @property
     def offset(self) -> Tensor:
-        """What to add to pairs of a row and a column."""
+        """Offset from a row of these queries and a column to a query and a column."""
         return self.queries.new_tensor([self.first, 0], dtype=torch.int64)
 
     def square_distances(self, block: Tensor) -> Tensor:

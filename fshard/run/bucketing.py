@@ -311,8 +311,8 @@ def _all_reduce(
 def _keep(buffers: list[FlatBuffer], buffer: FlatBuffer) -> None:
     """Keep a buffer for the next launch of its plan, and drop that of the plan not used longest."""
     buffers[:] = [buffer]
+    _KEPT.pop(id(buffers), None)
     _KEPT[id(buffers)] = buffers
-    _KEPT.move_to_end(id(buffers))
     if len(_KEPT) > MAX_KEPT:
         _KEPT.popitem(last=False)[1].clear()
 

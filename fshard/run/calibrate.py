@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from fshard._util.errors import Problem, fail, raise_if
 from fshard.layout.mesh import Mesh, as_mesh
-from fshard.program.cost.links import Link
+from fshard.program.cost.links import Link, slowest
 from fshard.program.cost.topology import Topology
 from fshard.program.cost.traffic import Traffic, all_gather_traffic, all_to_all_traffic
 from fshard.run.transports.base import (
@@ -132,13 +132,11 @@ def _topology(axes: Sequence[str], measured: Sequence[float]) -> Topology:
     links = {axis: Link(*rest[2 * i : 2 * i + 2]) for i, axis in enumerate(axes)}
     if not links:
         return Topology("calibrated", launch=launch, memory=memory, message=message)
-    slowest = Link(
-        max(link.latency for link in links.values()), min(link.bandwidth for link in links.values())
-    )
+    link = slowest(links.values())
     return Topology(
         "calibrated",
-        inner=slowest,
-        outer=slowest,
+        inner=link,
+        outer=link,
         links=tuple(sorted(links.items())),
         launch=launch,
         memory=memory,

@@ -29,10 +29,9 @@ from fshard.run.autograd.linear_function import (
 )
 from fshard.run.capture import Recording, Recordings, record, replay
 from fshard.run.graphs.graph_node import graph_node
-from fshard.run.interpreter import launch, program_text, ranks_of
+from fshard.run.interpreter import launch, program_label, ranks_of
 from fshard.run.transports.base import (
     LABEL,
-    Label,
     Transport,
     current_rank,
     current_transport,
@@ -121,17 +120,6 @@ class Pending:
 
 
 @lru_cache(maxsize=CACHE_SIZE)
-def _where(prog: Program) -> str:
-    return f"the program to {prog.dst}"
-
-
-@lru_cache(maxsize=CACHE_SIZE)
-def _label_of(prog: Program) -> Label:
-    """Return the label of a program's launches, with its source and steps as arguments."""
-    return Label(_where(prog), ranks_of(prog), arguments=program_text(prog))
-
-
-@lru_cache(maxsize=CACHE_SIZE)
 def _local_shapes(spec: Spec) -> list[tuple[int, ...]]:
     return [spec.local_shape(rank) for rank in spec.mesh.ranks]
 
@@ -159,12 +147,12 @@ def run_program(prog: Program, local: Any, *, async_op: bool = False) -> Any:
     if local is None:
         local = empty_local(prog)
     if not isinstance(local, torch.Tensor):
-        outputs = _run_on_shards(prog, check_shards(local, prog.src, _where(prog)))
+        outputs = _run_on_shards(prog, check_shards(local, prog.src, program_label(prog).name))
         return Pending(lambda: outputs) if async_op else outputs
     if current_tracker_hook.call() is None:
         return _run_local(prog, local, async_op)
     run = lambda x: _run_local(prog, x, async_op)  # noqa: E731
-    return run_typed_hook.call(_where(prog), local, prog.src, prog.dst, run)
+    return run_typed_hook.call(program_label(prog).name, local, prog.src, prog.dst, run)
 
 
 for _kind in get_args(Step):
@@ -221,7 +209,7 @@ def _run_local(prog: Program, local: torch.Tensor, async_op: bool) -> Any:
     if recorded is not None:
         needs_grad = local.requires_grad and torch.is_grad_enabled()
         return replay(recorded, local) if needs_grad else recorded.run(local)
-    label = _label_of(prog)
+    label = program_label(prog)
     where = label.name
     transport = current_transport() or current_rank(label.mesh, where)
     valid = (local.shape, local.dtype) == _input_of(prog, transport.rank)
@@ -277,13 +265,13 @@ def _recording_of(prog: Program, local: torch.Tensor) -> Recording | None:
 def _record(
     prog: Program, local: torch.Tensor, transport: Transport, needs_grad: bool
 ) -> Recording | None:
-    where = _where(prog)
+    where = program_label(prog).name
     check_local_input(prog, local, transport, where)
     if transport.rank not in prog.src.mesh or (needs_grad and not prog.is_linear):
         return None
     forward, backward = _runner(prog), _runner(prog.T) if needs_grad else _runner(prog)
     like = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta")
-    with labelled(_label_of(prog)):
+    with labelled(program_label(prog)):
         recorded = record(forward, backward, like)
         if needs_grad and recorded and record(backward, forward, recorded.out) is None:
             return None

@@ -40,7 +40,7 @@ from fshard.program.steps import (
 )
 from fshard.run.collective import Wire, exchange, launch_wire, unchanged, wire_of
 from fshard.run.halo import halo
-from fshard.run.transports.base import Finish, Group, Transport, notify
+from fshard.run.transports.base import Finish, Group, Label, Transport, notify
 from fshard.run.transports.reduce_dtypes import TensorFunction, as_dtype, neutral_like, over, times
 from fshard.run.transports.simulator import own_result, results_of
 
@@ -174,6 +174,12 @@ def program_text(*progs: Program) -> str:
     if len(text) <= TEXT_LIMIT:
         return text
     return f"{text[:TEXT_LIMIT]}... {zlib.crc32(text.encode()):08x})"
+
+
+@lru_cache(maxsize=CACHE_SIZE)
+def program_label(prog: Program) -> Label:
+    """Return the label of a program's launches, with its source and steps as arguments."""
+    return Label(f"the program to {prog.dst}", ranks_of(prog), arguments=program_text(prog))
 
 
 @lru_cache(maxsize=CACHE_SIZE)

@@ -23,7 +23,7 @@ from fshard.run.autograd.replicate import CotangentCheck, compare_values
 from fshard.run.execute import check_local, check_shards
 from fshard.run.global_tensors import check_sharding, shard, shard_blocks, shards_of
 from fshard.run.graphs.blocks import block_shape
-from fshard.run.transports.base import Transport, label_of, labelled
+from fshard.run.transports.base import Label, Transport, labelled
 from fshard.spmd.in_specs import Argument, DimSpec, PathSpec
 from fshard.spmd.mesh_scope import Scope
 from fshard.spmd.types import UNSEEN, format_axes
@@ -105,7 +105,12 @@ def _axis_problem(axis: str, p: PartitionSpec, scope: Scope) -> Problem:
 
 def at_boundary(where: str, mesh: Mesh) -> labelled:
     """Return a context whose collectives redistribute arguments and gather results."""
-    return labelled(label_of(f"the boundary of {where}", mesh))
+    return labelled(_boundary_label(where, mesh))
+
+
+@lru_cache(maxsize=CACHE_SIZE)
+def _boundary_label(where: str, mesh: Mesh) -> Label:
+    return Label(f"the boundary of {where}", mesh)
 
 
 def plan_arguments(

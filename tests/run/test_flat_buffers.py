@@ -17,7 +17,11 @@ def test_a_buffer_is_free_only_while_nobody_holds_its_memory() -> None:
     array = parts[1].numpy()
     del parts
     assert not buffer.is_free(), "the storage and the array are held"
+    del array
+    assert not buffer.is_free(), "the storage is held, which is one object with the buffer's"
     del storage
+    assert buffer.is_free()
+    array = buffer.parts()[1].numpy()
     assert not buffer.is_free(), "the array is held"
     del array
     assert buffer.is_free()

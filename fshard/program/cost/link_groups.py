@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from fshard._util.errors import fail
 from fshard.layout.mesh import Mesh
@@ -107,19 +107,20 @@ def torus_extents(torus: Torus, mesh: Mesh, axes: tuple[str, ...]) -> list[Exten
     strides = device_strides(mesh)
     counts, steps, unit = [1] * len(torus.sizes), list(torus.sizes), torus.size
     for axis in axes:
-        low = strides[axis] if strides else 0
+        if strides is None:
+            _fail_misfit(torus, mesh, axis)
+        low, end = strides[axis], 1
         high = low * mesh.shape[axis]
-        end = 1
         for dim in reversed(range(len(torus.sizes))):
             start, end = end, end * torus.sizes[dim]
             below, above = max(low, start), min(high, end)
             if below >= above:
                 continue
-            if not low or below % start or above % below or end % above:
+            if below % start or above % below or end % above:
                 _fail_misfit(torus, mesh, axis)
             counts[dim] *= above // below
             steps[dim] = min(steps[dim], below // start)
-        if not low or (low < unit < high and high % unit):
+        if low < unit < high and high % unit:
             _fail_misfit(torus, mesh, axis)
     assert isinstance(torus.wraps, tuple)
     rows = zip(counts, steps, torus.sizes, torus.wraps, strict=True)
@@ -130,7 +131,7 @@ def torus_extents(torus: Torus, mesh: Mesh, axes: tuple[str, ...]) -> list[Exten
     ]
 
 
-def _fail_misfit(torus: Torus, mesh: Mesh, axis: str) -> None:
+def _fail_misfit(torus: Torus, mesh: Mesh, axis: str) -> NoReturn:
     grid = " x ".join(map(str, torus.sizes))
     fail("fs.Topology.link", f"axis {axis!r} of {mesh} on a torus of {grid} devices",
          "an axis must fill complete dims of the torus, or an equal part of one, from the last dim "

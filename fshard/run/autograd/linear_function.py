@@ -37,7 +37,7 @@ from fshard.program.program import Program
 from fshard.run.autograd.max_min_gradient import extreme_gradient, linear_parts
 from fshard.run.bucketing import bucket_plans, launch_all
 from fshard.run.graphs.blocks import launch_on_blocks
-from fshard.run.interpreter import launch, program_text, ranks_of, run_on_shards
+from fshard.run.interpreter import launch, program_label, program_text, ranks_of, run_on_shards
 from fshard.run.transports.base import (
     LABEL,
     Label,
@@ -149,17 +149,14 @@ class ProgramGroup:
     def run_on_shards(self, xs: Tensors) -> Tensors:
         """Run the programs on the shards of all ranks of a simulation."""
         mesh = self.mesh
-        with labelled(self._cached("label", self._label)):
-            return self._run_on_shards(mesh, xs)
-
-    def _label(self) -> Label:
-        several = len(self.progs) > 1
-        name = "a batch of programs" if several else f"the program to {self.progs[0].dst}"
-        return Label(name, self.mesh, arguments=self.text)
-
-    def _run_on_shards(self, mesh: Mesh, xs: Tensors) -> Tensors:
         if len(self.progs) == 1:
-            return run_on_shards(self.progs[0], mesh, xs)
+            with labelled(program_label(self.progs[0])):
+                return run_on_shards(self.progs[0], mesh, xs)
+        label = lambda: Label("a batch of programs", mesh, arguments=self.text)  # noqa: E731
+        with labelled(self._cached("label", label)):
+            return self._run_together_on_shards(mesh, xs)
+
+    def _run_together_on_shards(self, mesh: Mesh, xs: Tensors) -> Tensors:
         n = mesh.size
         locals_ = [xs[i::n] for i in range(n)]
         outputs: list[Any]

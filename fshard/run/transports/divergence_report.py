@@ -36,30 +36,29 @@ Fingerprint = tuple[object, ...]
 # -- source lines ----------------------------------------------------------------------------
 
 
-def user_frame(frame: FrameType | None) -> FrameType | None:
-    """Return the innermost frame, from `frame` outwards, that is the user's."""
-    while frame is not None and not is_users(frame):
-        frame = frame.f_back
-    return frame
-
-
 Place = tuple[str, int]
 """A file and a line in it."""
 _IS_USERS: dict[str, bool] = {}
-"""By file, whether its frames are the user's."""
+"""By file, whether its frames are the user's: logs ask for each collective."""
 
 
-def place_of(frame: FrameType | None) -> Place | None:
-    """Return the place of the innermost frame that is the user's; it is called often."""
+def user_frame(frame: FrameType | None) -> FrameType | None:
+    """Return the innermost frame, from `frame` outwards, that is the user's."""
     while frame is not None:
         file = frame.f_code.co_filename
         known = _IS_USERS.get(file)
         if known is None:
             known = _IS_USERS[file] = is_users(frame)
         if known:
-            return file, frame.f_lineno
+            break
         frame = frame.f_back
-    return None
+    return frame
+
+
+def place_of(frame: FrameType | None) -> Place | None:
+    """Return the place of the innermost frame that is the user's."""
+    user = user_frame(frame)
+    return None if user is None else (user.f_code.co_filename, user.f_lineno)
 
 
 def _line(frame: FrameType | None) -> str:
@@ -110,9 +109,8 @@ def raise_line(traceback: TracebackType | None) -> str:
     position = ""
     while traceback is not None:
         if is_users(traceback.tb_frame):
-            position = (
-                f" at {position_text(traceback.tb_frame.f_code.co_filename, traceback.tb_lineno)}"
-            )
+            file = traceback.tb_frame.f_code.co_filename
+            position = f" at {position_text(file, traceback.tb_lineno)}"
         traceback = traceback.tb_next
     return position
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 from fshard._util.errors import fail
 from fshard._util.hooks import Hook
-from fshard.layout.mesh import Axes
+from fshard.layout.mesh import Axes, as_axes
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.sharded import Sharded
 from fshard.layout.spec import Spec
@@ -27,6 +27,9 @@ def zero_specs(tree: Any, axes: Axes, /) -> Any:
         A tree of partitions. The dim with the largest shards is sharded, minor to the axes that
         shard it, among those that divide evenly if there are any. A tensor without dims is `P()`.
 
+    Raises:
+        ShardingError: a leaf is neither a pair nor a spec, or a mesh does not have the axes.
+
     As `specs` of an optimizer it shards the state, ZeRO-1 with parameters that are invariant along
     the axes and ZeRO-2 with `reduced` ones; as the layout of the parameters it is ZeRO-3, FSDP.
     After ZeRO (arXiv 1910.02054).
@@ -36,13 +39,27 @@ def zero_specs(tree: Any, axes: Axes, /) -> Any:
     >>> fs.state.zero_specs(specs, "dp")
     {'w': P('dp', 'tp')}
     """
-    names = (axes,) if isinstance(axes, str) else tuple(axes)
+    where = "fs.state.zero_specs"
+    names = as_axes(axes, where)
     leaves, treedef = flatten(tree)
+    return unflatten(treedef, [_further(spec, names, where) for spec in _specs(leaves, where)])
+
+
+def _specs(leaves: Sequence[Any], where: str) -> list[Spec]:
+    """Return the specs of pairs and specs; raise `ShardingError` for other leaves."""
     specs = [leaf.spec if isinstance(leaf, Sharded) else leaf for leaf in leaves]
-    return unflatten(treedef, [_further(spec, names) for spec in specs])
+    if not all(isinstance(spec, Spec) for spec in specs):
+        _fail_leaves(f"{sorted({type(leaf).__name__ for leaf in leaves})}", where)
+    return specs
 
 
-def _further(spec: Spec, axes: tuple[str, ...]) -> PartitionSpec:
+def _fail_leaves(given: str, where: str) -> NoReturn:
+    fail(where, f"a tree of {given}", "the tree must have pairs or specs as leaves",
+         "fs.state.tree_shard(params, fs.P(), mesh=mesh)")  # fmt: skip
+
+
+def _further(spec: Spec, axes: tuple[str, ...], where: str) -> PartitionSpec:
+    spec.mesh.check_axes(axes, where)
     dims = [*spec.partition.dims]
     new = tuple(axis for axis in axes if not any(axis in names for names in dims))
     if not dims or not new:
@@ -165,14 +182,11 @@ def zero_table(params: Any, axes: Axes, optimizer: Optimizer, /) -> ZeroTable:
     """
     where = "fs.state.zero_table"
     leaves, treedef = flatten(params)
-    specs = [leaf.spec if isinstance(leaf, Sharded) else leaf for leaf in leaves]
-    if not specs or not all(isinstance(spec, Spec) for spec in specs):
-        fail(where, f"a tree of {sorted({type(leaf).__name__ for leaf in leaves}) or 'no leaves'}",
-             "the tree must have pairs or specs as leaves",
-             "fs.state.tree_shard(params, fs.P(), mesh=mesh)")  # fmt: skip
+    specs, names = _specs(leaves, where), as_axes(axes, where)
+    if not specs:
+        _fail_leaves("no leaves", where)
     further = [
-        spec.replace(partition=p, uneven="chunk")
-        for spec, p in zip(specs, flatten(zero_specs(specs, axes))[0], strict=True)
+        spec.replace(partition=_further(spec, names, where), uneven="chunk") for spec in specs
     ]
     replicated = [invariant_spec(spec) for spec in specs]
     stages = []
@@ -184,7 +198,7 @@ def zero_table(params: Any, axes: Axes, optimizer: Optimizer, /) -> ZeroTable:
             replace(optimizer, specs=unflatten(treedef, state)),
             *map(_busiest, (held, grads, slots)),
         ))  # fmt: skip
-    return ZeroTable((axes,) if isinstance(axes, str) else tuple(axes), tuple(stages))
+    return ZeroTable(names, tuple(stages))
 
 
 def _busiest(specs: list[Spec]) -> int:

@@ -218,3 +218,11 @@ def busiest_nbytes(tree: Any, mesh: Mesh) -> int:
 def test_zero_table_refuses_trees_without_layouts() -> None:
     with pytest.raises(fs.ShardingError, match="the tree must have pairs or specs as leaves"):
         fs.state.zero_table({"w": torch.ones(4)}, "dp", fs.state.sgd(0.1))
+
+
+def test_zero_specs_name_leaves_and_axes_that_are_refused() -> None:
+    with pytest.raises(fs.ShardingError, match=r"fs\.state\.zero_specs[\s\S]*\['Tensor'\]"):
+        fs.state.zero_specs({"w": torch.ones(4, 4)}, "x")
+    with pytest.raises(fs.ShardingError, match="'y'"):
+        fs.state.zero_specs(sharded({"w": torch.ones(4, 4)}, Mesh(x=2), P()), "y")
+    assert fs.state.zero_specs({}, "x") == {}

@@ -7,7 +7,7 @@ result. Of fractional pooling and unpooling spatial dims stay unsharded.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -336,18 +336,34 @@ def avg_pool_backward(call: OpCall) -> Rule:
                 local=_LocalAverageBackward(windows, pools), slices=factors.windows)  # fmt: skip
 
 
+Parts = Sequence[Span | None]
+"""The windows that a rank reads of each spatial dim, None for dims that are not sharded."""
+
+
+def _gradient(
+    windows: Windows, compute: Callable[..., Any], op: Any, args: Args, kwargs: Kwargs,
+    ctx: RankContext,
+) -> Any:  # fmt: skip
+    """Return `compute` of a rank's windows: zeros of no elements, and `op` if no dim is sharded."""
+    parts = spans(windows, ctx.operands[0], ctx.rank)
+    if has_empty_shard(ctx):
+        return zero_results(args, kwargs, ctx)[0]
+    if not any(parts):
+        return op(*args, **kwargs)
+    return compute(op, args, kwargs, parts)
+
+
 @dataclass(frozen=True, slots=True)
 class _LocalAverageBackward(_LocalAverage):
     """Local gradient of an average of a padded window."""
 
     def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:  # type: ignore[override]
         """Run the operation on one rank."""
-        parts = spans(self.windows, ctx.operands[0], ctx.rank)
-        if has_empty_shard(ctx):
-            return zero_results(args, kwargs, ctx)[0]
+        return _gradient(self.windows, self.gradient, op, args, kwargs, ctx)
+
+    def gradient(self, op: Any, args: Args, kwargs: Kwargs, parts: Parts) -> Any:
+        """Return the gradient of the window that the rank reads."""
         call: LocalCall = op, tuple(args), dict(kwargs)
-        if not any(parts):
-            return op(*args, **kwargs)
         grad = argument(*call, "grad_output")
         weight = self.weight(call, parts, grad)
         op, args, kwargs = self.windowed(call, "self", parts, 0.0)
@@ -367,11 +383,10 @@ class _LocalMaximumBackward:
 
     def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
         """Run the operation on one rank."""
-        parts = spans(self.windows, ctx.operands[0], ctx.rank)
-        if has_empty_shard(ctx):
-            return zero_results(args, kwargs, ctx)[0]
-        if not any(parts):
-            return op(*args, **kwargs)
+        return _gradient(self.windows, self.gradient, op, args, kwargs, ctx)
+
+    def gradient(self, op: Any, args: Args, kwargs: Kwargs, parts: Parts) -> Any:
+        """Return the gradient of the window that the rank reads."""
         grad, x, indices = args[0], args[1], argument(op, args, kwargs, "indices")
         count = len(parts)
         rest, flat, scale = indices, torch.zeros_like(indices), 1
@@ -425,11 +440,10 @@ class _LocalAdaptiveBackward:
 
     def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
         """Run the operation on one rank."""
-        parts = spans(self.windows, ctx.operands[0], ctx.rank)
-        if has_empty_shard(ctx):
-            return zero_results(args, kwargs, ctx)[0]
-        if not any(parts):
-            return op(*args, **kwargs)
+        return _gradient(self.windows, self.gradient, op, args, kwargs, ctx)
+
+    def gradient(self, op: Any, args: Args, kwargs: Kwargs, parts: Parts) -> Any:
+        """Return the gradient of the window that the rank reads."""
         grad, x = args
         for i, (part, window) in enumerate(zip(parts, self.windows, strict=True)):
             assert window is not None
