@@ -44,13 +44,35 @@ _single_level_allowed: Callable[[], bool] = (
 _allow_single_level: Callable[[bool], None] = (
     torch._C._functorch.set_single_level_autograd_function_allowed
 )
+_pop_layer: Callable[[], Any] = torch._C._functorch.pop_dynamic_layer_stack
+_push_layer: Callable[[Any], object] = torch._C._functorch.push_dynamic_layer_stack
+_set_grad_mode: Callable[[bool], None] = torch._C._set_grad_enabled
+_set_forward_mode: Callable[[bool], None] = torch._C._set_fwd_grad_enabled
 _unwrap_for_grad: Callable[..., torch.Tensor] = torch._C._functorch._unwrap_for_grad
 _wrap_for_grad: Callable[..., torch.Tensor] = torch._C._functorch._wrap_for_grad
 
 
-def _below_current_level() -> Any:
-    """Return the context in which the innermost running transform does not run."""
-    return retrieve_current_functorch_interpreter().lower()
+class _BelowCurrentLevel:
+    """Context below the innermost transform, a `grad` or `jvp`, with derivatives enabled there.
+
+    The equivalent of its interpreter's `lower()`, in a tenth of the time.
+    """
+
+    __slots__ = ("_layer", "_modes")
+
+    def __enter__(self) -> None:
+        interpreter: Any = retrieve_current_functorch_interpreter()
+        is_grad, below = interpreter.key() == TransformType.Grad, interpreter._cptr
+        self._modes = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
+        self._layer = _pop_layer()
+        _set_grad_mode(below.prevGradMode() if is_grad else True)
+        _set_forward_mode(True if is_grad else below.prevFwdGradMode())
+
+    def __exit__(self, *_: object) -> None:
+        grad_mode, forward_mode = self._modes
+        _set_forward_mode(forward_mode)
+        _set_grad_mode(grad_mode)
+        _push_layer(self._layer)
 
 
 without_transforms = temporarily_clear_interpreter_stack
@@ -100,6 +122,10 @@ def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
             primals, tangents = _unpack_duals(unwrapped)
             if any(t is not None for t in tangents):
                 return _make_duals(*duals(0, primals, tangents))
+        tracked = [x for x in unwrapped if isinstance(x, torch.Tensor) and x.requires_grad]
+        if not tracked and forward_ad._current_level < 0:
+            with torch.no_grad():
+                return function.forward(*unwrapped)
         return super(torch.autograd.Function, function).apply(*unwrapped)  # type: ignore[misc]
     interpreter: Any = retrieve_current_functorch_interpreter()
     if interpreter.key() not in (TransformType.Grad, TransformType.Jvp):
@@ -144,7 +170,7 @@ def _duals_below(
     def unwrapped(xs: Sequence[Any]) -> list[Any]:
         return [_unwrap_for_grad(x, level) if isinstance(x, torch.Tensor) else x for x in xs]
 
-    with torch.enable_grad(), set_forward_mode(True), _below_current_level():
+    with _BelowCurrentLevel():
         results = duals(level, unwrapped(primals), unwrapped(tangents))
     ys, ts = (
         [_wrap_for_grad(x, level) if isinstance(x, torch.Tensor) else x for x in xs]
@@ -196,7 +222,7 @@ def _at_level(function: type[torch.autograd.Function], level: int) -> Any:
 
     def forward(*args: Any) -> Any:
         unwrapped = [_unwrap_for_grad(x, level) if isinstance(x, torch.Tensor) else x for x in args]
-        with torch.enable_grad(), set_forward_mode(True), _below_current_level():
+        with _BelowCurrentLevel():
             outputs = apply_function(function, *unwrapped)
         if isinstance(outputs, torch.Tensor):
             return _wrap_for_grad(outputs, level)
@@ -257,11 +283,13 @@ def innermost_level(x: torch.Tensor) -> int | None:
     x = unwrap_if_dead(x)
     while is_wrapped(x):
         if not is_batched(x):
+            level = torch._C._functorch.maybe_get_level(x)
+            if x.requires_grad:
+                return level
             if jvp_levels is None:
                 stack = torch._C._functorch.get_interpreter_stack() or ()
                 jvp_levels = {item.level() for item in stack if item.key() == TransformType.Jvp}
-            level = torch._C._functorch.maybe_get_level(x)
-            if x.requires_grad or (level in jvp_levels and x.dtype.is_floating_point):
+            if level in jvp_levels and x.dtype.is_floating_point:
                 return level
         x = unwrap_if_dead(get_unwrapped(x))
     if x.requires_grad:

@@ -24,7 +24,7 @@ from fshard.plan.redistribute import redistribute
 from fshard.program.program import Program
 from fshard.program.steps import AllSlice, InvariantToReduced, ReplicatedToUnreduced, Step
 from fshard.run.autograd.linear_function import ProgramGroup, apply_programs
-from fshard.run.autograd.replicate import CotangentCheck, replicated_value, shard_value
+from fshard.run.autograd.replicate import CotangentCheck, shard_value, unshard_value
 from fshard.run.execute import Pending, check_shards, run_typed_hook
 from fshard.run.from_local import header_of, read_header
 from fshard.run.graphs.graph_node import graph_node
@@ -287,7 +287,7 @@ def unshard(pair: Pair, /) -> torch.Tensor:
         gather = lambda x: unaliased(prog(x), [x])  # noqa: E731
         return _typed("fs.unshard", local, spec, prog.dst, gather)
     shards = check_shards(local, spec, "fs.unshard")
-    return unaliased(replicated_value(prog(shards)), shards)
+    return unaliased(unshard_value(shards, prog), shards)
 
 
 @overload

@@ -40,7 +40,7 @@ Result = TypeVar("Result")
 Edge = tuple[Any, int]
 """A node of an autograd graph and the index of its output: the identity of a tensor there."""
 
-LEAF = type(get_gradient_edge(torch.empty(0, requires_grad=True)).node)
+LEAF: Any = type(get_gradient_edge(torch.empty(0, requires_grad=True)).node)
 
 
 def find_closure_inputs(
@@ -50,16 +50,18 @@ def find_closure_inputs(
 
     Each requires grad, and none depends on another, whose gradient would then count twice.
     """
-    roots = [_edge(y) for y in ys if y.requires_grad]
-    args = {_edge(x) for x in xs if x.requires_grad}
-    if _find_ends(roots, args).keys() <= args:
+    roots, xs = [_edge(y) for y in ys if y.requires_grad], list(xs)
+    own = set(map(id, xs))
+    ends = [node for node, _ in _find_ends(roots, frozenset())]
+    if all(type(node) is LEAF and id(node.variable) in own for node in ends):
         return ()
+    args = {_edge(x) for x in xs if x.requires_grad}
     reachable = {_edge(x): x for x in _reachable_tensors(fn) if x.grad_fn is not None}
     while True:
         inputs = [edge for edge in _find_ends(roots, {*args, *reachable}) if edge not in args]
-        ends = set(inputs)
-        behind = {edge: _find_ends(_next_edges(edge), ends) for edge in inputs if edge in reachable}
-        dependent = [edge for edge, reached in behind.items() if not ends.isdisjoint(reached)]
+        found = set(inputs)
+        behind = {e: _find_ends(_next_edges(e), found) for e in inputs if e in reachable}
+        dependent = [edge for edge, reached in behind.items() if not found.isdisjoint(reached)]
         if not dependent:
             return tuple(reachable[e] if e in reachable else e[0].variable for e in inputs)
         for edge in dependent:

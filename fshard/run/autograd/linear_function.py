@@ -22,6 +22,7 @@ from fshard._torch.functorch import (
     apply_function,
     forward_ad_level,
     is_transformed,
+    is_wrapped,
     set_forward_mode,
     with_batch_at,
 )
@@ -311,11 +312,11 @@ def _with_batch_last(xs: Tensors, dims: Sequence[int | None], n: int) -> Tensors
 def is_differentiated(*xs: torch.Tensor) -> bool:
     """Return True if a gradient of something computed from a tensor of `xs` may be taken.
 
-    Under `torch.func` that is always so: a `vmap` wrapper does not show whether its value requires
-    grad, and a tensor with a tangent does not need to.
+    Of a wrapper of `torch.func` that may always be so: that of a `vmap` does not show whether its
+    value requires grad, and a tensor with a tangent does not need to.
     """
     if is_transformed():
-        return True
+        return forward_ad_level() >= 0 or any([x.requires_grad or is_wrapped(x) for x in xs])  # noqa: C419
     return torch.is_grad_enabled() and any([x.requires_grad for x in xs])  # noqa: C419 - one frame
 
 

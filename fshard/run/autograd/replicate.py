@@ -17,11 +17,13 @@ from fshard._torch.functorch import (
     with_batch_at,
     without_transforms,
 )
-from fshard._torch.legacy_vmap import map_batch_dims
+from fshard._torch.legacy_vmap import is_legacy_batched, map_batch_dims
 from fshard._torch.memory import innermost, unaliased_all
 from fshard._torch.modes import without_dispatch_modes
 from fshard.program.program import Program
 from fshard.run.autograd.linear_function import ProgramGroup, is_differentiated
+from fshard.run.transports.base import backward_phase
+from fshard.run.transports.divergence_report import backward_label
 from fshard.run.transports.shape_only import is_abstract
 
 
@@ -181,7 +183,48 @@ class _Sharding(torch.autograd.Function):
 
         if ctx.check is not None:
             grads = map_batch_dims(compare, grads)
-        return None, None, None, replicated_value(ctx.prog.T(grads))
+        return None, None, None, unshard_value(grads, ctx.prog.T)
+
+
+class _Unsharding(torch.autograd.Function):
+    """Unshard the shards of all ranks, by a linear program; the transpose of `_Sharding`."""
+
+    @staticmethod
+    def forward(prog: Program, *xs: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = prog(xs)[0]
+        return y.detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.prog, ctx.label = inputs[0], backward_label()
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: torch.Tensor) -> torch.Tensor:
+        return unshard_value(tangents, ctx.prog)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Sequence[int | None], prog: Program, *xs: torch.Tensor) -> Any:
+        n = info.batch_size
+        batches = [with_batch_at(x, dim, -1, n) for x, dim in zip(xs, in_dims[1:], strict=True)]
+        return unshard_value(batches, ProgramGroup((prog,)).wider(n).progs[0]), -1
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        with backward_phase(ctx.label):
+            return None, *shard_value(grad, ctx.prog.T)
+
+
+def unshard_value(xs: Sequence[torch.Tensor], prog: Program) -> torch.Tensor:
+    """Return the global tensor of the shards of all ranks of a simulation, differentiably.
+
+    Args:
+        xs: the shards.
+        prog: the program from them to the invariant tensor.
+    """
+    if prog.is_linear and is_differentiated(*xs) and not any(map(is_legacy_batched, xs)):
+        y: torch.Tensor = apply_function(_Unsharding, prog, *xs)
+        return y
+    return replicated_value(prog(tuple(xs)))
 
 
 CotangentCheck = Callable[[Sequence[torch.Tensor]], object]
@@ -199,6 +242,9 @@ def shard_value(
         check: called with the cotangents of the shards.
         copied: whether shards have memory of their own.
     """
+    if is_legacy_batched(x):
+        batches: tuple[torch.Tensor, ...] = prog(replicate_shards(x, prog.src.mesh.size))
+        return batches
     if is_differentiated(x):
         ys: tuple[torch.Tensor, ...] = apply_function(_Sharding, prog, check, copied, x)
         return ys

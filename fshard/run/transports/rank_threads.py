@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from contextvars import copy_context
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -103,4 +104,11 @@ def core_for_ranks() -> int | None:
     """
     if torch.get_num_threads() > 1 or not sys.platform.startswith("linux"):
         return None
-    return int(ctypes.CDLL(None).sched_getcpu())
+    return _core_query()()
+
+
+@lru_cache(maxsize=1)
+def _core_query() -> Callable[[], int]:
+    """Return the C library's function that returns the caller's core."""
+    query: Callable[[], int] = ctypes.CDLL(None).sched_getcpu
+    return query
