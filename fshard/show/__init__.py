@@ -1,6 +1,6 @@
 """Text, pictures and tables of values; importing it sets the hooks of their `explain` methods.
 
-- `layout_picture`: `fs.visualize`, with `picture_grid`, `picture_html` and `shard_owners`
+- `pictures`: `fs.visualize`
 - `program_table`, `batch_table`, `partition_table`: `explain` of programs, batches and partitions
 - `module_table`: the layouts of a distributed module
 - `comm`: `fs.comm_log`, the collectives that ran

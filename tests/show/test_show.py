@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 import fshard as fs
-from fshard.show.picture_grid import fit
-from fshard.show.shard_owners import holders_text, states_in_words
+from fshard.show.pictures.picture_grid import fit
+from fshard.show.pictures.shard_owners import holders_text, states_in_words
 from tests.helpers.spec_grid import peak_memory_below, random_global
 from tests.helpers.strategies import meshes, spec_pairs, specs
 

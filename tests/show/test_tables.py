@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import fshard as fs
 from fshard._util.text import bytes_text, rate_text, time_text, wrap
-from fshard.show.picture_grid import lengths
+from fshard.show.pictures.picture_grid import lengths
 from fshard.show.table import Column, Table
 from tests.helpers.strategies import spec_pairs
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from fshard._util.text import WIDTH
 from fshard.layout.spec import Spec
-from fshard.show.shard_owners import coords_texts, holders_text, index_coords
+from fshard.show.pictures.shard_owners import coords_texts, holders_text, index_coords
 
 MAX_ROWS, MAX_COLUMNS = 8, 16
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from fshard._util.text import colour
 from fshard.layout.spec import Spec
-from fshard.show.picture_grid import Grid, Segment, grid, lengths
+from fshard.show.pictures.picture_grid import Grid, Segment, grid, lengths
 
 MONO = "font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,monospace"
 PLAIN = "border:0;background:transparent;color:inherit"

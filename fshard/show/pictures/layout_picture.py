@@ -17,9 +17,9 @@ from fshard.layout.tree import is_pair
 from fshard.program.cost.traffic import max_local_nbytes
 from fshard.run.execute import check_local, check_shards
 from fshard.run.transports.base import current_rank
-from fshard.show.picture_grid import draw, fit
-from fshard.show.picture_html import picture_html
-from fshard.show.shard_owners import (
+from fshard.show.pictures.picture_grid import draw, fit
+from fshard.show.pictures.picture_html import picture_html
+from fshard.show.pictures.shard_owners import (
     coords_text,
     equations,
     holders_text,
