@@ -55,7 +55,8 @@ from fshard.run.global_tensors import reshard, scatter, shard, unshard
 from fshard.run.transports.simulator import simulate
 from fshard.run.transports.torch_distributed import init
 from fshard.show.comm.comm_log import CommLog, comm_log
-from fshard.show.pictures.layout_picture import Picture, visualize
+from fshard.show.pictures.layout_picture import Picture
+from fshard.show.pictures.visualize import visualize
 from fshard.spmd.collectives.gather_scatter import all_gather, all_to_all, psum_scatter, pswapaxes
 from fshard.spmd.collectives.pcast import axis_index, axis_size, pcast
 from fshard.spmd.collectives.permutations import pbroadcast, ppermute, pshuffle

@@ -1,8 +1,7 @@
-"""Plain text that fits a terminal: lines, columns, units, lists, colours."""
+"""Plain text that fits a terminal: lines, columns, units, lists."""
 
 from __future__ import annotations
 
-import colorsys
 import re
 from collections.abc import Collection, Iterable, Sequence
 
@@ -211,17 +210,3 @@ def numbers_text(noun: str, numbers: Sequence[int]) -> str:
             ranges.append([number])
     texts = ["-".join(map(str, ends)) for ends in ranges]
     return f"{noun}{'s' if len(numbers) > 1 else ''} {', '.join(texts)}"
-
-
-def colour(index: int) -> str:
-    """Return a light colour for black text, far from those of neighbouring indices.
-
-    Hues step by the golden angle.
-
-    >>> colour(0), colour(0) == colour(1)
-    ('#a6c7ed', False)
-    """
-    hue = (0.59 + index * 0.381966) % 1
-    level = (0.79, 0.72, 0.85)[index // 8 % 3]
-    red, green, blue = colorsys.hls_to_rgb(hue, level, 0.66)
-    return f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"

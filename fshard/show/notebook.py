@@ -9,7 +9,7 @@ from fshard.plan.batch.batch import Batch
 from fshard.program.program import Program
 from fshard.show import batch_table as batch_table
 from fshard.show import program_table as program_table
-from fshard.show.pictures.layout_picture import visualize
+from fshard.show.pictures.visualize import visualize
 
 
 @mimebundle_hook.set

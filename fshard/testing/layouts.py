@@ -12,7 +12,7 @@ from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.sharded import Sharded
 from fshard.layout.spec import Spec
 from fshard.layout.tree import broadcast_prefix, flatten, paths
-from fshard.show.pictures.layout_picture import visualize
+from fshard.show.pictures.visualize import visualize
 
 WHERE = "fs.testing.assert_layout"
 

@@ -1,6 +1,9 @@
 """Pictures of layouts.
 
-- `layout_picture`: `fs.visualize`
-- `picture_grid`, `picture_html`: the cells of a picture as text and as HTML
+- `visualize`: `fs.visualize`
+- `layout_picture`: the picture of a layout, with `picture_grid` and `picture_html`
+- `local_values`: values of locals in its cells
 - `shard_owners`: the ranks that hold each shard
+- `axis_marks`: colours and marks of mesh axes
+- `drawing`: lines of coloured text
 """

@@ -1,44 +1,49 @@
-"""`visualize`: a picture of a layout in plain text, in a terminal and in a notebook."""
+"""`Picture`: the layout of a tensor, in plain text, in a terminal and in a notebook."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
-from fshard._util.errors import fail
-from fshard._util.text import WIDTH, bytes_text, colour, listing, wrap
-from fshard.layout.sharded import Pair
+from fshard._util.text import WIDTH, bytes_text, listing
 from fshard.layout.spec import DTYPE_NAMES, Spec
-from fshard.layout.tree import is_pair
 from fshard.program.cost.traffic import max_local_nbytes
-from fshard.run.execute import check_local, check_shards
-from fshard.run.transports.base import current_rank
-from fshard.show.pictures.picture_grid import draw, fit
+from fshard.show.pictures.axis_marks import coordinate_spans, legend
+from fshard.show.pictures.drawing import Drawing, Line, Span, flow, plain, side_by_side
+from fshard.show.pictures.local_values import values_text
+from fshard.show.pictures.picture_grid import (
+    CellText,
+    Segment,
+    draw,
+    fit,
+    least_width,
+    slabs,
+    view_of,
+)
 from fshard.show.pictures.picture_html import picture_html
 from fshard.show.pictures.shard_owners import (
     coords_text,
     equations,
-    holders_text,
     index_coords,
     index_text,
-    members,
-    shard_coords,
     states_in_words,
-)  # fmt: skip
-from fshard.show.table import Column, Table
+)
+
+GAP = 2
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Picture:
+class Picture(Drawing):
     """Picture of a layout; `str` is 80 columns wide, rich adds colours, notebooks show HTML.
 
     Attributes:
         spec: The layout.
         ranks: Ranks whose locals it was drawn from; empty for a spec.
+        header: Line above the picture, "" for none.
+        locals_of: Locals by rank whose values are shown, None for none.
 
     >>> import fshard as fs
     >>> picture = fs.visualize(fs.Spec(fs.Mesh(x=2), fs.P("x"), shape=(4,)))
@@ -48,21 +53,13 @@ class Picture:
 
     spec: Spec
     ranks: tuple[int, ...] = ()
+    header: str = ""
+    locals_of: Mapping[int, torch.Tensor] | None = field(default=None, compare=False)
 
-    def text(self, width: int = WIDTH) -> str:
-        """Return plain text of at most `width` columns."""
-        return "\n".join("".join(text for text, _ in line).rstrip() for line in self._lines(width))
-
-    def __str__(self) -> str:
-        return self.text()
-
-    __repr__ = __str__
-
-    def html(self) -> str:
-        """Return self-contained HTML with inline styles, readable on light and dark pages."""
-        if not _is_drawn(self.spec):
-            return _shard_table(self.spec, self.notes).html()
-        return picture_html(self.spec, _title(self.spec), self.notes)
+    @property
+    def title(self) -> str:
+        """The layout and its mesh."""
+        return f"{self.spec} on {self.spec.mesh}"
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -70,98 +67,71 @@ class Picture:
         spec = self.spec
         if 0 in spec.shape:
             return ("the tensor has no elements: no rank holds anything",)
-        notes = [*_local_notes(spec), *states_in_words(spec)]
+        notes = [*_dim_notes(spec, self.locals_of), *_local_notes(spec), *states_in_words(spec)]
         if len(self.ranks) == 1 and spec.mesh.size > 1:
             notes += [_one_local(spec, self.ranks[0])]
         elif self.ranks:
             notes += _relation(spec)
         return tuple(notes)
 
-    def _lines(self, width: int) -> list[list[tuple[str, int | None]]]:
-        if not _is_drawn(self.spec):
-            return [[(line, None)] for line in
-                    _shard_table(self.spec, self.notes).text(width).splitlines()]  # fmt: skip
-        lines: list[list[tuple[str, int | None]]] = [
-            [(line, None)] for line in wrap(_title(self.spec), width)
-        ]
+    @property
+    def cell_text(self) -> CellText | None:
+        """Function of the text in a cell; None for the ranks alone."""
+        return None if self.locals_of is None else values_text(self.spec, self.locals_of)
+
+    def lines(self, width: int = WIDTH) -> list[Line]:
+        """Return the lines, of at most `width` columns."""
+        lines = plain(self.header, width, bold=True) if self.header else []
+        lines += plain(self.title, width, bold=True)
+        lines += flow(legend(self.spec), width)
         if 0 not in self.spec.shape:
-            lines += draw(self.spec, fit(self.spec, width), width)
-        return lines + [[(line, None)] for note in self.notes for line in wrap(note, width)]
+            lines += _grids(self.spec, width, self.cell_text)
+        return lines + [line for note in self.notes for line in plain(note, width)]
 
-    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        from rich.text import Text
-
-        if not _is_drawn(self.spec):
-            yield _shard_table(self.spec, self.notes)
-            return
-        width = max(40, min(WIDTH, options.max_width))
-        output = Text(no_wrap=True, overflow="ignore")
-        title_lines = len(wrap(_title(self.spec), width))
-        for i, line in enumerate(self._lines(width)):
-            for text, shard in line:
-                style = f"#111111 on {colour(shard)}" if shard is not None else ""
-                output.append(text, "bold" if i < title_lines else style)
-            output.append("\n")
-        output.right_crop(1)
-        yield output
-
-    def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
-        return {"text/plain": str(self), "text/html": self.html()}
+    def html(self) -> str:
+        """Return self-contained HTML with inline styles, readable on light and dark pages."""
+        titles = [self.header, self.title] if self.header else [self.title]
+        return picture_html(self.spec, titles, self.notes, self.cell_text)
 
 
-def visualize(value: Spec | Pair, /) -> Picture:
-    """Draw the layout of a spec or of a pair on its mesh.
-
-    Layouts of up to 2 dims are drawn in proportion, one cell per distinct shard with the ranks that
-    hold it: a comma between replicas, a plus between unreduced values. Layouts of more dims are
-    listed in a table. Of many shards only the first and the last are shown.
-
-    Args:
-        value: A `Spec`, or a (local, spec) pair, which also shows how its locals make up the global
-            tensor.
-
-    Returns:
-        A `Picture`, which prints as text, in `rich` and as HTML in a notebook.
-
-    Raises:
-        ShardingError: If a local does not fit its spec, or `value` is neither a spec nor a pair.
-
-    >>> import fshard as fs
-    >>> print(fs.visualize(fs.Spec(fs.Mesh(dp=2, tp=2), fs.P("tp"), shape=(4,))))
-    f32[4@tp] on Mesh(dp=2, tp=2)
-                     tp=0                     tp=1
-    dim 0            0:2                      2:4
-          ┌────────────────────────┬────────────────────────┐
-          │          0, 2          │          1, 3          │
-          └────────────────────────┴────────────────────────┘
-    each rank holds f32[2], 8 B of 16 B
-    invariant over dp: ranks such as 0, 2 hold the same
-    """
-    if isinstance(value, Spec):
-        return Picture(value)
-    if not is_pair(value):
-        fail("fs.visualize", f"a {type(value).__name__}", "the value must be a Spec or a "
-             "(local, spec) pair", "fs.visualize(spec) or fs.visualize((local, spec))")  # fmt: skip
-    local, spec = value
-    if not isinstance(local, torch.Tensor):
-        check_shards(local, spec, "fs.visualize")
-        return Picture(spec, tuple(spec.mesh.ranks))
-    transport = current_rank(spec.mesh, "fs.visualize")
-    check_local(local, spec, transport, "fs.visualize")
-    return Picture(spec, (transport.rank,) if transport.rank in spec.mesh else ())
+def _grids(spec: Spec, width: int, text: CellText | None) -> list[Line]:
+    """Return the grids of all slabs, as many in a row as fit."""
+    points = slabs(spec)
+    for count in range(len(points), 0, -1):
+        each = (width - GAP * (count - 1)) // count
+        grids = [None if slab is None else fit(spec, each, slab, text) for slab in points]
+        if count == 1 or all(least_width(grid) <= each for grid in grids if grid is not None):
+            blocks = [
+                [[Span("…")]] if slab is None or grid is None
+                else [*_slab_heading(spec, slab, each), *draw(grid, each)]
+                for slab, grid in zip(points, grids, strict=True)
+            ]  # fmt: skip
+            rows = (blocks[i : i + count] for i in range(0, len(blocks), count))
+            return [line for row in rows for line in side_by_side(row, GAP)]
+    return []
 
 
-def _is_drawn(spec: Spec) -> bool:
-    return spec.ndim <= 2
-
-
-def _title(spec: Spec) -> str:
-    return f"{spec} on {spec.mesh}"
+def _slab_heading(spec: Spec, slab: Sequence[Segment], width: int) -> list[Line]:
+    """Return the indices of a slab, with its coordinates."""
+    items = []
+    for dim, segment in zip(view_of(spec).slabs, slab, strict=True):
+        spans = coordinate_spans(spec.mesh, filter(None, segment.coords))
+        items.append([Span(f"dim {dim}  {segment.span}  "), *spans])
+    return flow(items, width)
 
 
 def _array(spec: Spec, shape: tuple[int, ...]) -> str:
     dtype = DTYPE_NAMES.get(spec.dtype, str(spec.dtype).removeprefix("torch."))
     return f"{dtype}[{','.join(map(str, shape))}]"
+
+
+def _dim_notes(spec: Spec, locals_of: object) -> list[str]:
+    """Return a sentence about the dims that the picture leaves out."""
+    parts = [f"dim {dim} (0:{spec.shape[dim]})" for dim in view_of(spec).rest]
+    if not parts:
+        return []
+    at = "" if locals_of is None else "; values are those at index 0"
+    return [f"not drawn: {', '.join(parts)}, unsharded{at}"]
 
 
 def _local_notes(spec: Spec) -> list[str]:
@@ -212,17 +182,3 @@ def _first_shards(spec: Spec, count: int) -> Iterator[tuple[int, ...]]:
     shards = itertools.product(*(range(len(dim_sizes)) for dim_sizes in sizes))
     filled = (index for index in shards if all(s[i] for s, i in zip(sizes, index, strict=True)))
     return itertools.islice(filled, count)
-
-
-def _shard_table(spec: Spec, notes: tuple[str, ...]) -> Table:
-    """Return a table of the shards, for layouts of any number of dims."""
-    rows = []
-    for shard in _first_shards(spec, 16):
-        fixed = shard_coords(spec, shard)
-        rank = next(members(spec.mesh, fixed))
-        rows.append((holders_text(spec, shard), coords_text(fixed),
-                     f"[{index_text(spec, rank)}]"))  # fmt: skip
-    if spec.num_shards > len(rows) and rows:
-        rows.append((f"… {spec.num_shards - len(rows):,} more", "", ""))
-    columns = (Column("ranks", wrap=True), Column("at", wrap=True), Column("index", wrap=True))
-    return Table(_title(spec), columns, tuple(rows), notes=notes)

@@ -68,9 +68,10 @@ def shard_coords(spec: Spec, shard: Sequence[int]) -> dict[str, int]:
 
 
 def holders_text(spec: Spec, shard: Sequence[int], brief: bool = False) -> str:
-    """Return the ranks that hold one shard: a comma between replicas, a plus between partial sums.
+    """Return the ranks that hold one shard.
 
-    `brief` leaves out blanks, and names only the first and the last of many.
+    There is a comma between invariant replicas, `&` between reduced ones, and a plus between
+    partial sums. `brief` leaves out blanks, and names only the first and the last of many.
 
     >>> from fshard.layout.partition_spec import PartitionSpec as P
     >>> spec = Spec(Mesh(dp=2, tp=2), P(None, unreduced={"tp"}), shape=(4,))
@@ -83,7 +84,7 @@ def holders_text(spec: Spec, shard: Sequence[int], brief: bool = False) -> str:
         first = next(members(mesh, fixed))
         return f"{first}…{_last(mesh, fixed)}" if brief else (
             f"{first} … {_last(mesh, fixed)} ({count:,})")  # fmt: skip
-    text = ", ".join(_replicas(spec, fixed, str))
+    text = ", ".join(" & ".join(group) for group in replicas(spec, fixed, str))
     return text.replace(" ", "") if brief else text
 
 
@@ -100,8 +101,8 @@ def equations(spec: Spec, shard: Sequence[int]) -> str:
     count = mesh.size // math.prod(mesh.shape[axis] for axis in fixed)
     if count > MAX_HOLDERS:
         return f"global[{index}]: on {plural(count, 'rank')}"
-    texts = _replicas(spec, fixed, lambda rank: f"local[{mesh.ranks.index(rank)}]")
-    return " = ".join([f"global[{index}]", *texts])
+    groups = replicas(spec, fixed, lambda rank: f"local[{mesh.ranks.index(rank)}]")
+    return " = ".join([f"global[{index}]", *itertools.chain(*groups)])
 
 
 def index_text(spec: Spec, rank: int) -> str:
@@ -109,14 +110,26 @@ def index_text(spec: Spec, rank: int) -> str:
     return ", ".join(f"{s.start}:{s.stop}" for s in spec.index(rank)) or "..."
 
 
-def _replicas(spec: Spec, fixed: Mapping[str, int], name: Callable[[int], str]) -> list[str]:
-    """Return the expression of one shard, once for each set of ranks that hold all of it."""
-    mesh, kinds = spec.mesh, spec.partition.unreduced_kinds
+def replicas(spec: Spec, fixed: Mapping[str, int], name: Callable[[int], str]) -> list[list[str]]:
+    """Return the expression of one shard for each set of ranks that hold all of it.
+
+    Sets that differ along reduced axes alone are in one list.
+    """
+    mesh, kinds, p = spec.mesh, spec.partition.unreduced_kinds, spec.partition
     free = [axis for axis in mesh.axes if axis not in fixed and axis not in dict(kinds)]
+    reduced = [axis for axis in free if axis in p.reduced]
+    invariant = [axis for axis in free if axis not in p.reduced]
     return [
-        _expression(mesh, {**fixed, **dict(zip(free, point, strict=True))}, kinds, name)
-        for point in itertools.product(*(range(mesh.shape[axis]) for axis in free))
-    ]
+        [_expression(mesh, {**fixed, **outer, **inner}, kinds, name)
+         for inner in _points(mesh, reduced)]
+        for outer in _points(mesh, invariant)
+    ]  # fmt: skip
+
+
+def _points(mesh: Mesh, axes: Sequence[str]) -> Iterator[dict[str, int]]:
+    """Yield all coordinates along some axes."""
+    for point in itertools.product(*(range(mesh.shape[axis]) for axis in axes)):
+        yield dict(zip(axes, point, strict=True))
 
 
 def _expression(
@@ -130,12 +143,10 @@ def _expression(
         return name(next(members(mesh, fixed)))
     kind = kinds[-1][1]
     same = list(itertools.takewhile(lambda item: item[1] == kind, reversed(kinds)))[::-1]
-    axes = [axis for axis, _ in same]
     parts = [
-        _expression(mesh, {**fixed, **dict(zip(axes, point, strict=True))},
-                    kinds[: -len(same)], name)
-        for point in itertools.product(*(range(mesh.shape[axis]) for axis in axes))
-    ]  # fmt: skip
+        _expression(mesh, {**fixed, **point}, kinds[: -len(same)], name)
+        for point in _points(mesh, [axis for axis, _ in same])
+    ]
     if len(parts) == 1:
         return parts[0]
     return " + ".join(parts) if kind == "sum" else f"{kind}({', '.join(parts)})"
@@ -166,8 +177,9 @@ def states_in_words(spec: Spec) -> list[str]:
     for kind in dict.fromkeys(kind for _, kind in p.reduced_kinds):
         axes = [axis for axis, other in p.reduced_kinds if other == kind]
         what = "the same value" if kind == "sum" else "equal shares of the value"
-        sentences.append(f"reduced over {', '.join(axes)}: {_some_ranks(spec.mesh, axes)} hold "
-                         f"{what}, each for its own work; the gradient is unreduced")  # fmt: skip
+        ranks = _some_ranks(spec.mesh, axes, " & ")
+        sentences.append(f"reduced over {', '.join(axes)}: {ranks} hold {what}, each for its own "
+                         "work; the gradient is unreduced")  # fmt: skip
     named = set(p.axes)
     free = [axis for axis in spec.mesh.axes if axis not in named and spec.mesh.shape[axis] > 1]
     if free:
@@ -176,8 +188,9 @@ def states_in_words(spec: Spec) -> list[str]:
     return sentences
 
 
-def _some_ranks(mesh: Mesh, axes: Sequence[str]) -> str:
+def _some_ranks(mesh: Mesh, axes: Sequence[str], between: str = ", ") -> str:
     ranks, count = _first_group(mesh, axes)
+    ranks = ranks.replace(", ", between)
     return f"ranks {ranks}" if count == mesh.size else f"ranks such as {ranks}"
 
 
