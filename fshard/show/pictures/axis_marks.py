@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from fshard.layout.mesh import Mesh
 from fshard.layout.spec import Spec
-from fshard.show.pictures.drawing import Span
+from fshard.show.pictures.drawing import TextSpan
 
 PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b3a800")
 """Okabe's and Ito's colours; their yellow is darkened, to be seen on white."""
@@ -46,16 +46,16 @@ def shard_colour(row: int, column: int) -> str:
     return "#" + "".join(f"{round(255 * _WHITE + part * (1 - _WHITE)):02x}" for part in parts)
 
 
-def coordinate_spans(mesh: Mesh, coords: Iterable[str], between: str = ",") -> list[Span]:
+def coordinate_spans(mesh: Mesh, coords: Iterable[str], between: str = ",") -> list[TextSpan]:
     """Return coordinates such as `dp=1` in the colours of their axes."""
-    spans: list[Span] = []
+    spans: list[TextSpan] = []
     for text in coords:
-        spans += [Span(between)] if spans else []
-        spans.append(Span(text, ink=axis_colour(mesh, text.partition("=")[0]), bold=True))
+        spans += [TextSpan(between)] if spans else []
+        spans.append(TextSpan(text, ink=axis_colour(mesh, text.partition("=")[0]), bold=True))
     return spans
 
 
-def legend(spec: Spec) -> list[Sequence[Span]]:
+def legend(spec: Spec) -> list[Sequence[TextSpan]]:
     """Return an item for each mesh axis: mark, name, size, and what it does to the tensor.
 
     >>> from fshard.layout.partition_spec import PartitionSpec as P
@@ -68,11 +68,11 @@ def legend(spec: Spec) -> list[Sequence[Span]]:
     for name, kinds in (("unreduced", p.unreduced_kinds), ("reduced", p.reduced_kinds)):
         states |= {axis: name if kind == "sum" else f"{name} ({kind})" for axis, kind in kinds}
     return [
-        [*axis_spans(mesh, axis), Span(f" {states.get(axis, 'invariant')}")] for axis in mesh.axes
+        [*axis_spans(mesh, axis), TextSpan(f" {states.get(axis, 'invariant')}")] for axis in mesh.axes
     ]
 
 
-def axis_spans(mesh: Mesh, axis: str) -> list[Span]:
+def axis_spans(mesh: Mesh, axis: str) -> list[TextSpan]:
     """Return mark, name and size of an axis in its colour."""
     text = f"{axis_mark(mesh, axis)} {axis}={mesh.shape[axis]}"
-    return [Span(text, ink=axis_colour(mesh, axis), bold=True)]
+    return [TextSpan(text, ink=axis_colour(mesh, axis), bold=True)]

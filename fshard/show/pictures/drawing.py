@@ -12,7 +12,7 @@ MONO = "font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,DejaVu Sans Mono,
 DARK = "#111111"
 
 
-class Span(NamedTuple):
+class TextSpan(NamedTuple):
     """Text of one style.
 
     Attributes:
@@ -44,25 +44,25 @@ class Span(NamedTuple):
         return f'<span style="{";".join(style)}">{text}</span>' if style else text
 
 
-Line = list[Span]
+Line = list[TextSpan]
 
 
 def plain(text: str, width: int, *, bold: bool = False) -> list[Line]:
     """Return a text as lines of at most `width` columns."""
-    return [[Span(line, bold=bold)] for line in wrap(text, width)]
+    return [[TextSpan(line, bold=bold)] for line in wrap(text, width)]
 
 
-def flow(items: Iterable[Sequence[Span]], width: int, gap: str = "   ") -> list[Line]:
+def flow(items: Iterable[Sequence[TextSpan]], width: int, gap: str = "   ") -> list[Line]:
     """Return items side by side, on as many lines as they need; an item is not broken.
 
-    >>> [line_text(line) for line in flow([[Span("dp=2")], [Span("tp=4")]], 8)]
+    >>> [line_text(line) for line in flow([[TextSpan("dp=2")], [TextSpan("tp=4")]], 8)]
     ['dp=2', 'tp=4']
     """
     lines: list[Line] = []
     for item in items:
         size = sum(len(span.text) for span in item)
         if lines and len(line_text(lines[-1])) + len(gap) + size <= width:
-            lines[-1] += [Span(gap), *item]
+            lines[-1] += [TextSpan(gap), *item]
         else:
             lines.append([*item])
     return lines
@@ -71,7 +71,7 @@ def flow(items: Iterable[Sequence[Span]], width: int, gap: str = "   ") -> list[
 def side_by_side(blocks: Sequence[list[Line]], gap: int = 2) -> list[Line]:
     """Return blocks of lines beside each other, their tops aligned.
 
-    >>> [line_text(line) for line in side_by_side([[[Span("a")], [Span("bc")]], [[Span("d")]]])]
+    >>> [line_text(line) for line in side_by_side([[[TextSpan("a")], [TextSpan("bc")]], [[TextSpan("d")]]])]
     ['a   d', 'bc']
     """
     widths = [max((len(line_text(line)) for line in block), default=0) for block in blocks]
@@ -82,7 +82,7 @@ def side_by_side(blocks: Sequence[list[Line]], gap: int = 2) -> list[Line]:
         for block, width in zip(blocks, widths, strict=True):
             line = block[i] if i < len(block) else []
             if line:
-                joined += [Span(" " * missing), *line] if missing else line
+                joined += [TextSpan(" " * missing), *line] if missing else line
                 missing = 0
             missing += width - len(line_text(line)) + gap
         lines.append(joined)

@@ -12,7 +12,7 @@ from fshard._util.text import WIDTH, bytes_text, listing
 from fshard.layout.spec import DTYPE_NAMES, Spec
 from fshard.program.cost.traffic import max_local_nbytes
 from fshard.show.pictures.axis_marks import coordinate_spans, legend
-from fshard.show.pictures.drawing import Drawing, Line, Span, flow, plain, side_by_side
+from fshard.show.pictures.drawing import Drawing, Line, TextSpan, flow, plain, side_by_side
 from fshard.show.pictures.local_values import values_text
 from fshard.show.pictures.picture_grid import (
     CellText,
@@ -102,7 +102,7 @@ def _grids(spec: Spec, width: int, text: CellText | None) -> list[Line]:
         grids = [None if slab is None else fit(spec, each, slab, text) for slab in points]
         if count == 1 or all(least_width(grid) <= each for grid in grids if grid is not None):
             blocks = [
-                [[Span("…")]] if slab is None or grid is None
+                [[TextSpan("…")]] if slab is None or grid is None
                 else [*_slab_heading(spec, slab, each), *draw(grid, each)]
                 for slab, grid in zip(points, grids, strict=True)
             ]  # fmt: skip
@@ -116,7 +116,7 @@ def _slab_heading(spec: Spec, slab: Sequence[Segment], width: int) -> list[Line]
     items = []
     for dim, segment in zip(view_of(spec).slabs, slab, strict=True):
         spans = coordinate_spans(spec.mesh, filter(None, segment.coords))
-        items.append([Span(f"dim {dim}  {segment.span}  "), *spans])
+        items.append([TextSpan(f"dim {dim}  {segment.span}  "), *spans])
     return flow(items, width)
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from fshard._util.text import WIDTH
 from fshard.layout.spec import Spec
 from fshard.show.pictures.axis_marks import coordinate_spans, shard_colour
-from fshard.show.pictures.drawing import Line, Span
+from fshard.show.pictures.drawing import Line, TextSpan
 from fshard.show.pictures.shard_owners import coords_texts, holders_text, index_coords
 
 MAX_ROWS, MAX_COLUMNS, MAX_SLABS = 8, 16, 4
@@ -245,12 +245,12 @@ def draw(picture: Grid, width: int) -> list[Line]:
     tall = down / 2 if picture.row_name else 1
     heights = lengths([r.size for r in picture.rows], taken, tall, max(8, sum(taken)))
     lines = list(_heads(picture, widths, gutter))
-    lines.append([Span(" " * gutter + _rule("┌┬┐", widths))])
+    lines.append([TextSpan(" " * gutter + _rule("┌┬┐", widths))])
     for i, height in enumerate(heights):
         if i:
-            lines.append([Span(" " * gutter + _rule("├┼┤", widths))])
+            lines.append([TextSpan(" " * gutter + _rule("├┼┤", widths))])
         lines += [_cells(picture, i, widths, gutter, height, line) for line in range(height)]
-    lines.append([Span(" " * gutter + _rule("└┴┘", widths))])
+    lines.append([TextSpan(" " * gutter + _rule("└┴┘", widths))])
     return lines
 
 
@@ -264,11 +264,11 @@ def _heads(picture: Grid, widths: Sequence[int], gutter: int) -> Iterator[Line]:
     corner = f"{picture.row_name:<{blank}}{picture.column_name} "
     for i, row in enumerate(rows):
         is_last = i == len(rows) - 1
-        line = [Span(corner if is_last else " " * gutter)]
+        line = [TextSpan(corner if is_last else " " * gutter)]
         for text, n in zip(row, widths, strict=True):
             left = (n - len(text)) // 2
-            inside = [Span(text)] if is_last or not text else coordinate_spans(mesh, [text])
-            line += [Span(" " * (left + 1)), *inside, Span(" " * (n - len(text) - left))]
+            inside = [TextSpan(text)] if is_last or not text else coordinate_spans(mesh, [text])
+            line += [TextSpan(" " * (left + 1)), *inside, TextSpan(" " * (n - len(text) - left))]
         yield line
 
 
@@ -278,15 +278,15 @@ def _cells(
     """Return one line through a row of cells; texts are in the middle of a cell."""
     row, mesh = picture.rows[i], picture.spec.mesh
     coords = max(len(x.coords_line) for x in picture.rows)
-    side: Line = [Span(" " * gutter)]
+    side: Line = [TextSpan(" " * gutter)]
     if line == (height - 1) // 2:
         rest = f"{'':<{coords - len(row.coords_line)}}{row.span:>{gutter - 1 - coords}} "
-        side = [*coordinate_spans(mesh, filter(None, row.coords)), Span(rest)]
-    spans = [*side, Span("│")]
+        side = [*coordinate_spans(mesh, filter(None, row.coords)), TextSpan(rest)]
+    spans = [*side, TextSpan("│")]
     for (texts, fill), width in zip(picture.cells[i], widths, strict=True):
         first = (height - len(texts)) // 2
         text = texts[line - first] if 0 <= line - first < len(texts) else ""
-        spans += [Span(f"{text:^{width}}", fill), Span("│")]
+        spans += [TextSpan(f"{text:^{width}}", fill), TextSpan("│")]
     return spans
 
 
