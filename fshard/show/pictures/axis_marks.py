@@ -67,9 +67,8 @@ def legend(spec: Spec) -> list[Sequence[TextSpan]]:
     states = {axis: f"shards dim {dim}" for dim, axes in enumerate(p.dims) for axis in axes}
     for name, kinds in (("unreduced", p.unreduced_kinds), ("reduced", p.reduced_kinds)):
         states |= {axis: name if kind == "sum" else f"{name} ({kind})" for axis, kind in kinds}
-    return [
-        [*axis_spans(mesh, axis), TextSpan(f" {states.get(axis, 'invariant')}")] for axis in mesh.axes
-    ]
+    texts = {axis: f" {states.get(axis, 'invariant')}" for axis in mesh.axes}
+    return [[*axis_spans(mesh, axis), TextSpan(text)] for axis, text in texts.items()]
 
 
 def axis_spans(mesh: Mesh, axis: str) -> list[TextSpan]:

@@ -71,7 +71,8 @@ def flow(items: Iterable[Sequence[TextSpan]], width: int, gap: str = "   ") -> l
 def side_by_side(blocks: Sequence[list[Line]], gap: int = 2) -> list[Line]:
     """Return blocks of lines beside each other, their tops aligned.
 
-    >>> [line_text(line) for line in side_by_side([[[TextSpan("a")], [TextSpan("bc")]], [[TextSpan("d")]]])]
+    >>> lines = side_by_side([[[TextSpan("a")], [TextSpan("bc")]], [[TextSpan("d")]]])
+    >>> [line_text(line) for line in lines]
     ['a   d', 'bc']
     """
     widths = [max((len(line_text(line)) for line in block), default=0) for block in blocks]
