@@ -11,10 +11,13 @@ from hypothesis import settings
 settings.register_profile("fshard", deadline=None, derandomize=True, max_examples=100)
 settings.load_profile("fshard")
 
+GROUPS = {"tests/distributed/": "gloo", "tests/repository/test_examples.py": "examples"}
+"""Tests that one worker runs, by the beginning of their ids."""
+
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """One worker runs all tests on real processes, so that they share them.
+    """Run all tests on real processes on one worker, so that they share them; examples likewise.
 
     Marks of xdist_group do not do it: xdist 3.8 writes them where pytest 9.2 does not look.
     """
@@ -23,6 +26,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class ByProcesses(LoadGroupScheduling):
         def _split_scope(self, nodeid: str) -> str:
             scope: str = super()._split_scope(nodeid)
-            return "gloo" if nodeid.startswith("tests/distributed/") else scope
+            return next((group for path, group in GROUPS.items() if nodeid.startswith(path)), scope)
 
     return ByProcesses(config, log)

@@ -128,7 +128,6 @@ def test_cotangents_are_not_written(n: int) -> None:
     torch.testing.assert_close(grad, torch.stack(before).sum(0).repeat(n))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script`")  # of torch.func.jvp
 def test_transforms_go_around() -> None:
     mapped, specs = on_ring((3, 1), 4)
     x, y = (torch.randn(spec.shape, dtype=F64) for spec in specs)

@@ -241,7 +241,6 @@ def test_tracing_draws_and_logs_nothing() -> None:
     assert outcomes[0] == outcomes[1]
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script`")  # of torch.func.jvp
 @pytest.mark.parametrize(
     "transform",
     [

@@ -404,7 +404,6 @@ TRANSFORMS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # by PyTorch itself
 @pytest.mark.parametrize("name", TRANSFORMS)
 @pytest.mark.parametrize("sizes", [(2, 2), (4, 0)])
 def test_torch_func_transforms_partitioned_functions_and_apply(

@@ -15,7 +15,7 @@ MANY = settings(suppress_health_check=list(HealthCheck))
 
 
 @given(RANDOMS)
-@settings(MANY, max_examples=80)
+@settings(MANY, max_examples=30)
 def test_functions_of_pairs(r: Random) -> None:
     RandomCase(r).on_pairs()
 
@@ -27,13 +27,13 @@ def test_functions_of_tensors(r: Random) -> None:
 
 
 @given(RANDOMS)
-@settings(MANY, max_examples=40)
+@settings(MANY, max_examples=20)
 def test_functions_op_by_op(r: Random) -> None:
     RandomCase(r, most=5).op_by_op()
 
 
 @given(RANDOMS)
-@settings(MANY, max_examples=20)
+@settings(MANY, max_examples=8)
 def test_rank_local_code(r: Random) -> None:
     RandomCase(r).on_ranks()
 

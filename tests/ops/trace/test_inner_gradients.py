@@ -90,7 +90,6 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*is deprecated")  # PyTorch's own, of jvp
 @pytest.mark.parametrize("fn", STEPS, ids=lambda fn: fn.__name__)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["tensor", "fsdp", "mixed"])
 def test_inner_gradients_equal_one_device(fn: Callable[..., Any], layout: Any) -> None:

@@ -78,8 +78,15 @@ def steps(name: str, form: dict[str, Any]) -> Callable[[Tensors, Tensors], Tenso
 
 
 def cases_of_partitions() -> list[Any]:
+    """Every optimizer in its last form, the fastest one; loops over parameters are slow tests."""
     table = {**ELEMENTWISE, **OF_MATRICES}
-    return cases({name: row for name, row in table.items() if name not in READING})
+    rows = {name: row for name, row in table.items() if name not in READING}
+    last = {name: (*row[:2], row[2][-1:]) for name, row in rows.items()}
+    others = {name: (*row[:2], row[2][:-1]) for name, row in rows.items()}
+    slow = [
+        pytest.param(*case.values, id=case.id, marks=pytest.mark.slow) for case in cases(others)
+    ]
+    return cases(last) + slow
 
 
 @pytest.mark.parametrize(("name", "form"), cases_of_partitions())

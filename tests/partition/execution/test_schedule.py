@@ -171,7 +171,6 @@ def test_coalesced_gradients_of_simulated_ranks() -> None:
         check(P("x"), results, range(rank, rank + 1))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_transforms_of_a_coalesced_function() -> None:
     params, x = parameters(), batch()
     loss = lambda params: chain(params, x)[0]  # noqa: E731

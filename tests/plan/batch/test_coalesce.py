@@ -77,7 +77,7 @@ OPTIONS = [{}, {"objective": "bytes"}, {"topology": fs.Topology.cluster()}]
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("ranks", [2, 4, 32])
+@pytest.mark.parametrize("ranks", [2, 4, pytest.param(32, marks=pytest.mark.slow)])
 def test_owned_matrices_receive_only_what_ranks_lack(ranks: int, options: dict[str, Any]) -> None:
     """One exchange sends each rank exactly what it lacks."""
     mesh = Mesh(dp=ranks)

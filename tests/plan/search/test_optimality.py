@@ -166,7 +166,7 @@ def test_detours_on_three_axes(
 ) -> None:
     specs = spec_grid.all_specs(Mesh(x=2, y=2, z=2), shape, states, dtype=torch.float32)
     costs, worst = dict[tuple[Spec, Spec], float](), 1.0
-    for seed in range(8):
+    for seed in range(3):
         some = random.Random(seed).sample(specs, 7)
         costs |= {(a, b): plan_cost(a, b, topology) for a, b in itertools.product(some, some)}
         for a, b, c in itertools.product(some, some, some):

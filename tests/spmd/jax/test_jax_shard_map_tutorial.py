@@ -19,7 +19,6 @@ import fshard as fs
 from fshard import Mesh, P
 from tests.helpers.spmd.transform_cases import close
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 MESH = Mesh(i=4)
 N = 4
 

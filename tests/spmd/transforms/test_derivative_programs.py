@@ -8,8 +8,6 @@ from fshard import Mesh
 from tests.helpers.spmd.derivatives.derivative_programs import PROGRAMS, Place, Wrap
 from tests.helpers.spmd.transform_cases import close
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-
 
 @pytest.mark.parametrize("place", ["mapped", "partition"])
 @pytest.mark.parametrize("program", PROGRAMS)

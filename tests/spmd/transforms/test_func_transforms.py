@@ -330,7 +330,6 @@ FORWARD: dict[str, tuple[Body, Body]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize("check", [True, False])
 @pytest.mark.parametrize("name", FORWARD)
 def test_forward_mode_in_simulated_bodies(name: str, check: bool) -> None:

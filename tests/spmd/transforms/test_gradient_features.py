@@ -26,10 +26,7 @@ from tests.helpers.spmd.derivatives.gradient_features import (
 )  # fmt: skip
 from tests.helpers.spmd.transform_cases import W, X, close
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),
-    pytest.mark.filterwarnings("ignore:Full backward hook is firing"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 M22 = Mesh(dp=2, tp=2)
 
 

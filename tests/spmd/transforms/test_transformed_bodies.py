@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from random import Random
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fuzz.transformed_bodies import TRANSFORMS, TransformedCase
-
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 
 
 @given(seed=st.integers(0, 2**32))

@@ -9,10 +9,9 @@ import fshard as fs
 from fshard import P
 from tests.helpers.spmd.transform_cases import CALLS, MESH, TRANSFORMS, close, dense_call
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),
-    pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr"),  # torch.func.linearize
-]
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Attempted to insert a get_attr"
+)  # torch.func.linearize
 
 
 def by_redistribution(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

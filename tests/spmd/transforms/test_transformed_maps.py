@@ -25,10 +25,9 @@ from tests.helpers.spmd.transform_cases import (
     varying,
 )  # fmt: skip
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),
-    pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr"),  # torch.func.linearize
-]
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Attempted to insert a get_attr"
+)  # torch.func.linearize
 
 
 @pytest.mark.parametrize(("name", "check"), [*((name, True) for name in CASES), ("pmean", False)])
