@@ -39,7 +39,9 @@ def context_parallel(
         fn: the function, or module, to be called in the body.
         axis_name: the axis, or a tuple of axes, along which the sequence is sharded.
         order: "contiguous", or "zigzag" for sequences in the order `fs.domain.zigzag_order`.
-        sizes: the number of positions on each index along the axes, None if equal.
+        sizes: the number of positions on each index along the axes. If they are left out, and an
+            argument of the mapped function is uneven along the axes, the ranks exchange them at
+            every attention.
 
     Returns:
         A function of the same arguments, this rank's.

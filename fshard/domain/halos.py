@@ -14,7 +14,6 @@ from typing import Any
 from torch import Tensor
 
 from fshard._util.errors import Problem, fail, raise_if
-from fshard.domain.ring_layouts import global_sizes
 from fshard.layout.mesh import Axes
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.sharded import Sharded
@@ -29,7 +28,7 @@ from fshard.program.halo_steps import HaloExchange, Windows
 from fshard.program.program import Program
 from fshard.run.creation import rank_on_mesh
 from fshard.spmd.axis_env import current_tracker, resolve_axes
-from fshard.spmd.collectives.pcast import axis_index
+from fshard.spmd.collectives.ring import sizes_along
 from fshard.spmd.tracking.insert_casts import join_operands, replace_tensors
 from fshard.spmd.tracking.torch_effects import Action, OpEffect
 from fshard.spmd.types import States, TypeRule
@@ -58,8 +57,9 @@ def halo_exchange(
         boundary: the elements beyond the ends of a dim: "zeros", "circular" (from the other end),
             "reflect" (mirrored at the first and last element) or "replicate" (these repeated).
         axis_name: in a body, the axes along which each of these dims is sharded.
-        sizes: in a body, the sizes of the shards of dims that are not even, on every rank the
-            same.
+        sizes: in a body, the sizes of the shards of these dims, on every rank the same. Sizes that
+            are left out are equal, or exchanged by the ranks if an argument of the mapped function
+            is uneven along the axes.
 
     Returns:
         A pair whose layout has the extended shards, `f32[12@h]` for `f32[8@h]` extended by one on
@@ -98,8 +98,8 @@ def halo_reduce(
         boundary: the meaning of the elements beyond the ends of a dim, as of
             `fs.domain.halo_exchange`; with "zeros" they are dropped.
         axis_name: in a body, the axes along which each of these dims is sharded.
-        sizes: in a body, the sizes of the shards before they were extended, where they are not
-            even.
+        sizes: in a body, the sizes that the shards had before they were extended, and that those
+            of the result have: as of `fs.domain.halo_exchange`.
 
     Returns:
         A pair with the shards before they were extended, or this rank's tensor.
@@ -320,7 +320,6 @@ def _body_spec(
         shape[dim] = own
         if dim in axes_of:
             _, axes = resolve_axes(axes_of[dim], None, where)
-            rows = global_sizes(where, f"sizes[{dim}]", sizes.get(dim), mesh.axis_size(axes),
-                                int(axis_index(axes)), own)  # fmt: skip
+            rows = sizes_along(where, f"sizes[{dim}]", sizes.get(dim), mesh, axes, x, own)
             dims[dim], shape[dim], found[dim] = axes, sum(rows), rows
     return Spec(mesh, PartitionSpec(*dims), shape=shape, dtype=x.dtype, sizes=found)

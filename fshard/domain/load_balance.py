@@ -52,16 +52,25 @@ def balance(spec: Spec, weights: Any, /, *, dim: int | None = None) -> Spec:
         fail(NAME, f"dim={dim!r} of {spec}", f"dim must be a sharded one, of {dims}",
              f"dim={dims[0] if dims else 0}")  # fmt: skip
     index = dims[0] if dim is None else dim % spec.ndim
-    values = torch.as_tensor(weights, dtype=torch.float64).tolist()
-    size = spec.shape[index]
-    if not isinstance(values, list) or len(values) != size or not all(
-        isinstance(w, float) and 0 <= w < math.inf for w in values
+    given, size = _as_tensor(weights), spec.shape[index]
+    values = None if given is None or given.is_complex() else given.double()
+    if values is None or values.shape != (size,) or not bool(
+        ((values >= 0) & (values < math.inf)).all()
     ):  # fmt: skip
-        fail(NAME, f"weights of shape {tuple(torch.as_tensor(weights).shape)} for dim {index} of "
-             f"{spec}", f"weights must be {plural(size, 'finite number')} of at least 0",
+        text = f"{weights!r}" if given is None else f"{given.dtype} of shape {tuple(given.shape)}"
+        fail(NAME, f"weights {text} for dim {index} of {spec}",
+             f"weights must be {plural(size, 'finite number')} of at least 0",
              f"torch.ones({size})")  # fmt: skip
-    sizes = balanced_sizes(values, spec.dim_shards(index))
+    sizes = balanced_sizes(values.tolist(), spec.dim_shards(index))
     return spec.replace(sizes={index: sizes})
+
+
+def _as_tensor(weights: Any) -> torch.Tensor | None:
+    """Return numbers as a tensor, None for anything else."""
+    try:
+        return torch.as_tensor(weights)
+    except (TypeError, ValueError, RuntimeError):
+        return None
 
 
 def balanced_sizes(weights: Sequence[float], parts: int) -> tuple[int, ...]:

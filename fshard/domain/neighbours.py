@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fshard._util.errors import Problem, fail, raise_if
-from fshard.domain.ring_layouts import global_sizes, pairs_on_one_mesh, sliced, varying
+from fshard.domain.ring_layouts import pairs_on_one_mesh, sliced, varying
 from fshard.layout.mesh import Axes, Mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.sharded import Sharded
@@ -25,8 +25,8 @@ from fshard.layout.tree import is_pair
 from fshard.run.from_local import from_local
 from fshard.run.global_tensors import reshard
 from fshard.spmd.axis_env import resolve_axes
-from fshard.spmd.collectives.pcast import axis_index
 from fshard.spmd.collectives.psum import pmax
+from fshard.spmd.collectives.ring import sizes_along
 from fshard.spmd.collectives.ring_fold import ring_fold
 from fshard.spmd.shard_map import local_map
 
@@ -53,8 +53,9 @@ def knn(
             sliced.
         k: number of neighbours, at most the number of points.
         axis_name: in a body, the axes along which points are sharded.
-        point_sizes: in a body, the number of points on each index along the axes, None if equal;
-            uneven shards need them, on every rank the same.
+        point_sizes: in a body, the number of points on each index along the axes, on every rank
+            the same. If they are left out, and an argument of the mapped function is uneven along
+            the axes, the ranks exchange them.
 
     Returns:
         `(indices, distances)`, each of shape (queries, k) and sharded as the sliced queries: global
@@ -113,8 +114,9 @@ def radius_search(
         size: largest number of neighbours of a query: the nearest are returned. None returns all,
             in a result whose size depends on values.
         axis_name: in a body, the axes along which points are sharded.
-        point_sizes: in a body, the number of points on each index along the axes, None if equal;
-            uneven shards need them, on every rank the same.
+        point_sizes: in a body, the number of points on each index along the axes, on every rank
+            the same. If they are left out, and an argument of the mapped function is uneven along
+            the axes, the ranks exchange them.
 
     Returns:
         `(indices, distances, counts)`. With `size`, indices and distances have shape (queries,
@@ -344,8 +346,7 @@ def _run(
              )  # fmt: skip
     _check_shapes(where, points, queries)
     mesh, axes = resolve_axes(axis_name, None, where)
-    sizes = global_sizes(where, "point_sizes", point_sizes, mesh.axis_size(axes),
-                         int(axis_index(axes)), len(points))  # fmt: skip
+    sizes = sizes_along(where, "point_sizes", point_sizes, mesh, axes, points, len(points))
     return search(_PointRing(mesh, axes, tuple(accumulate(sizes, initial=0))), points, queries)
 
 

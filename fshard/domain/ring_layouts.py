@@ -8,12 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from fshard._util.errors import fail
-from fshard._util.text import plural
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.sharded import Sharded
 from fshard.layout.spec import Spec
 from fshard.layout.tree import is_pair
-from fshard.layout.validation import as_ints
 from fshard.run.global_tensors import shard
 from fshard.spmd.collectives.pcast import pcast
 
@@ -56,19 +54,3 @@ def varying(x: Tensor, spec: Spec, used: Sequence[str]) -> Tensor:
     own = {axis for dim in spec.partition.dims for axis in dim}
     axes = tuple(axis for axis in spec.mesh.axes if axis in used and axis not in own)
     return pcast(x, axes, to="varying") if axes and x.is_floating_point() else x
-
-
-def global_sizes(
-    where: str, name: str, given: Sequence[int] | None, n: int, index: int, own: int
-) -> tuple[int, ...]:
-    """Return the sizes on n indices, all `own` if they are not given.
-
-    Raises:
-        ShardingError: sizes that are not one for each index, or not `own` on this one.
-    """
-    sizes = (own,) * n if given is None else as_ints(given)
-    if sizes is None or len(sizes) != n or sizes[index] != own or min(sizes) < 0:
-        fail(where, f"{name}={given!r}, and {own} on index {index}",
-             f"{name} must be {plural(n, 'number')} of at least 0, one for each index along the "
-             "axes, and that of this rank", f"{name}=spec.shard_sizes(dim)")  # fmt: skip
-    return sizes

@@ -19,7 +19,7 @@ from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import Problem, fail, raise_if
 from fshard.domain.block_attention import Attention, Drop, Interval
 from fshard.domain.ring_attention import Intervals, RingAttention, contiguous, zigzag
-from fshard.domain.ring_layouts import global_sizes, pairs_on_one_mesh, sliced, varying
+from fshard.domain.ring_layouts import pairs_on_one_mesh, sliced, varying
 from fshard.layout.mesh import Axes, Mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.sharded import Sharded
@@ -36,6 +36,7 @@ from fshard.run.global_tensors import reshard
 from fshard.run.transports.base import current_rank
 from fshard.spmd.axis_env import resolve_axes
 from fshard.spmd.collectives.pcast import axis_index
+from fshard.spmd.collectives.ring import sizes_along
 from fshard.spmd.shard_map import local_map
 
 WHERE = "fs.domain.scaled_dot_product_attention"
@@ -81,8 +82,9 @@ def scaled_dot_product_attention(
         order: "contiguous", or "zigzag" for tensors whose sequence is in the order
             `fs.domain.zigzag_order`, in which a causal mask gives all ranks equal work.
         axis_name: in a body, the axes along which keys are sharded.
-        query_sizes: in a body, the number of queries on each index along the axes, None if equal;
-            uneven shards need them, on every rank the same.
+        query_sizes: in a body, the number of queries on each index along the axes, on every rank
+            the same. If they are left out, and an argument of the mapped function is uneven along
+            the axes, the ranks exchange them.
         key_sizes: in a body, the number of keys on each index, as `query_sizes`.
 
     Returns:
@@ -111,9 +113,11 @@ def scaled_dot_product_attention(
     if order not in ORDERS:
         fail(WHERE, f"order={order!r}", "order must be 'contiguous' or 'zigzag'",
              "order='contiguous'")  # fmt: skip
-    if not 0 <= dropout_p <= 1:
+    if not isinstance(dropout_p, int | float) or not 0 <= dropout_p <= 1:
         fail(WHERE, f"dropout_p={dropout_p!r}", "dropout_p must be in 0..1", "dropout_p=0.1"
              )  # fmt: skip
+    if scale is not None and not isinstance(scale, int | float):
+        fail(WHERE, f"scale={scale!r}", "scale must be a number or None", "scale=None")
     if attn_mask is not None and is_causal:
         fail(WHERE, "attn_mask and is_causal=True", "one of them must be left out, as in PyTorch",
              "attn_mask with False, or -inf, after the query")  # fmt: skip
@@ -253,9 +257,9 @@ def _in_body(
 ) -> Tensor:  # fmt: skip
     """Return the attention of this rank of a mapped function."""
     mesh, axes = resolve_axes(axis_name, None, WHERE)
-    n, index = mesh.axis_size(axes), int(axis_index(axes))
+    index = int(axis_index(axes))
     sizes = [
-        global_sizes(WHERE, name, given, n, index, x.shape[SEQUENCE])
+        sizes_along(WHERE, name, given, mesh, axes, x, x.shape[SEQUENCE])
         for given, name, x in (
             (query_sizes, "query_sizes", tensors[0]), (key_sizes, "key_sizes", tensors[1])
         )

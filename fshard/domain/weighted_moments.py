@@ -28,6 +28,9 @@ def weighted_mean(
     Returns:
         A pair if any operand is one, else a tensor; NaN where the weights add up to 0.
 
+    Raises:
+        ShardingError: dims out of range, and weights that do not broadcast to the values.
+
     Over sharded dims both sums are one all-reduce. Differentiable in `x` and `weights`. As
     `numpy.average` with weights.
 
@@ -55,6 +58,9 @@ def weighted_var_mean(
     Returns:
         `(variance, mean)`, pairs if any operand is one: `sum(w * (x - mean)**2) / sum(w)`.
 
+    Raises:
+        ShardingError: dims out of range, and weights that do not broadcast to the values.
+
     Over sharded dims it takes one all-reduce of three sums in double precision, or for values in
     double precision two, of which the second one is of deviations. Differentiable in `x` and
     `weights`.
@@ -79,6 +85,11 @@ def _run(where: str, fn: Any, x: Any, weights: Any, dim: Any, keepdim: bool) -> 
         fail(where, f"dim={dim!r} of a shape {tuple(x.shape)}",
              f"dims must be in {-ndim}..{ndim - 1}", f"dim={ndim - 1}")  # fmt: skip
     dims = tuple(sorted({d % ndim for d in dims}))
+    shape, given = tuple(x.shape), tuple(weights.shape)
+    sides = zip(reversed(shape), reversed(given), strict=False)
+    if len(given) > len(shape) or not all(w in (1, n) for n, w in sides):
+        fail(where, f"weights of shape {given} for values of shape {shape}",
+             "weights must broadcast to the values", f"weights of shape {shape}")  # fmt: skip
     if is_pair(x) or is_pair(weights):
         return on_pairs(fn, mode="auto")(x, weights, dims, keepdim)
     return fn(x, weights, dims, keepdim)

@@ -28,6 +28,7 @@ class BoundAxes:
     never waited for.
 
     Attributes:
+        uneven: the axes along which shards of an argument have different sizes.
         tracker: the `Tracker` of the types of the call's tensors, if any.
         backward_task: id of the backward pass for which the names are bound again, if any.
         is_over: True once that backward pass has ended.
@@ -37,11 +38,13 @@ class BoundAxes:
 
     __slots__ = (
         "axes", "backward_task", "is_over", "mesh", "outer", "outer_axes", "pendings",
-        "previous_axes", "token", "tracker",
+        "previous_axes", "token", "tracker", "uneven",
     )  # fmt: skip
 
-    def __init__(self, mesh: Mesh, axes: frozenset[str]) -> None:
-        self.mesh, self.axes = mesh, axes
+    def __init__(
+        self, mesh: Mesh, axes: frozenset[str], uneven: frozenset[str] = frozenset()
+    ) -> None:
+        self.mesh, self.axes, self.uneven = mesh, axes, uneven
         self.tracker: Any = None
         self.pendings: list[Pending] = []
         self.backward_task: int | None = None
@@ -121,8 +124,9 @@ def current_axes() -> BoundAxes | None:
 
 
 def bind_for_backward(
-    ys: Sequence[torch.Tensor], mesh: Mesh, axes: frozenset[str], outer_axes: frozenset[str]
-) -> None:
+    ys: Sequence[torch.Tensor], mesh: Mesh, axes: frozenset[str], outer_axes: frozenset[str],
+    uneven: frozenset[str],
+) -> None:  # fmt: skip
     """Bind axes again for the backward pass of `ys`, which may recompute parts of the function.
 
     `torch.utils.checkpoint` does so long after the call is over. Autograd runs nodes in the
@@ -131,7 +135,7 @@ def bind_for_backward(
     """
 
     def bind(_: object) -> None:
-        again = BoundAxes(mesh, axes)
+        again = BoundAxes(mesh, axes, uneven)
         again.outer_axes = outer_axes
         again.outer, again.backward_task = current_axes(), graph_task_id()
         while again.outer is not None and again.outer.backward_task == again.backward_task:

@@ -8,7 +8,7 @@ of the others; collectives may name all axes that are mapped. After nested `jax.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from fshard._util.errors import Problem, did_you_mean, fail, raise_if
@@ -30,6 +30,7 @@ class Scope:
         named_mesh: the mesh that axis names in the body refer to.
         bound_axes: its axes that collectives may name.
         rank: the rank of this process or simulated rank, None if the call runs all ranks.
+        uneven_axes: the axes along which shards of an argument have different sizes.
     """
 
     mesh: Mesh
@@ -37,6 +38,7 @@ class Scope:
     named_mesh: Mesh
     bound_axes: frozenset[str]
     rank: int | None
+    uneven_axes: frozenset[str] = frozenset()
 
     @property
     def mapped_axes(self) -> tuple[str, ...]:
@@ -55,6 +57,12 @@ class Scope:
         if not all(axis in self.mesh.axes for axis in spec.partition.axes):
             return None
         return Spec._of(self.mesh, spec.partition, spec.shape, spec.dtype, spec.sizes)
+
+
+@lru_cache(maxsize=1024)
+def uneven_scope(scope: Scope, axes: frozenset[str]) -> Scope:
+    """Return the scope of a call with arguments whose shards differ in size along `axes`."""
+    return replace(scope, uneven_axes=axes)
 
 
 def refuse_unknown_options(unknown: Mapping[str, object], where: str) -> None:

@@ -269,7 +269,7 @@ class DerivedCall(RankCall):
         scope, width = self.root.scope, self.base_width
 
         def run(rank: Any, xs: Locals) -> Graph:
-            with BoundAxes(scope.named_mesh, scope.bound_axes):
+            with BoundAxes(scope.named_mesh, scope.bound_axes, scope.uneven_axes):
                 if record:  # a rank's graph begins here, not in the caller's
                     return self.graph(rank.index, tuple([x.detach() for x in xs]))
                 _, function = self.linear(rank.index, xs[:width], create_graph=False)

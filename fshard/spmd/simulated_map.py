@@ -127,12 +127,14 @@ def run_body(scope: Scope, body: RankFunction, rank: int, xs: Locals) -> Locals:
     """Return `body(rank, xs)` of the one rank that this process, or simulated rank, is."""
     ys = _run_bound(scope, body, rank, xs)
     inherited = scope.bound_axes - scope.axes
-    unreplaced(bind_for_backward)(ys, scope.named_mesh, scope.bound_axes, inherited)
+    unreplaced(bind_for_backward)(
+        ys, scope.named_mesh, scope.bound_axes, inherited, scope.uneven_axes
+    )
     return ys
 
 
 def _run_bound(scope: Scope, body: RankFunction, rank: int, xs: Locals) -> Locals:
-    with BoundAxes(scope.named_mesh, scope.bound_axes):
+    with BoundAxes(scope.named_mesh, scope.bound_axes, scope.uneven_axes):
         return unaliased_all(body(rank, xs), xs)
 
 

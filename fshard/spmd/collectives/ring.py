@@ -1,8 +1,13 @@
-"""Ring of the ranks along axes, on which blocks of different sizes move; one launch per dtype."""
+"""Ring of the ranks along axes, on which blocks of different sizes move; one launch per dtype.
+
+Operations of bodies need the size of every rank's block. `sizes_along` returns them: those of an
+argument, or if it is left out those that the ranks exchange.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +21,8 @@ from fshard.layout.validation import as_ints
 from fshard.run.autograd.linear_function import FinishAll, Tensors, apply_linear, launch_linear
 from fshard.run.transports.base import Label, current_rank, labelled, with_label
 from fshard.run.transports.shape_only import is_abstract, shape_transport
+from fshard.spmd.axis_env import current_axes, current_tracker
+from fshard.spmd.collectives.gather_scatter import all_gather
 from fshard.spmd.collectives.permutations import PermuteOp
 
 
@@ -90,6 +97,44 @@ def _in_order(count: int, launches: Sequence[tuple[list[int], FinishAll]]) -> Te
         for i, y in zip(indices, finish(), strict=True):
             results[i] = y
     return tuple(results)
+
+
+def sizes_along(
+    where: str, name: str, given: Sequence[int] | None, mesh: Mesh, axes: tuple[str, ...],
+    x: torch.Tensor, own: int,
+) -> tuple[int, ...]:  # fmt: skip
+    """Return the sizes of all ranks' blocks along axes, of which this rank's is `own`.
+
+    Without `given` they are equal if all arguments of the running mapped function are even along
+    the axes, else the ranks exchange them.
+
+    Args:
+        where: the public function.
+        name: the name of its argument.
+        given: the argument.
+        mesh: the mesh of the axes.
+        axes: the axes.
+        x: this rank's block, of which `own` is a size.
+        own: the size.
+
+    Raises:
+        ShardingError: sizes that are not one for each index, or not `own` on this one.
+    """
+    n = mesh.axis_size(axes)
+    numbers, index = as_ints(given), mesh.index(current_rank(mesh, where).rank, axes)
+    if given is None:
+        bound = current_axes()
+        numbers = (own,) * n
+        if not (bound is None or bound.uneven.isdisjoint(axes) or is_abstract(x)):
+            tracker = current_tracker()
+            with nullcontext() if tracker is None else tracker.pause():
+                sizes = all_gather(torch.tensor(own, device=x.device), axes)
+            numbers = tuple(map(int, sizes.tolist()))
+    if numbers is None or len(numbers) != n or numbers[index] != own or min(numbers) < 0:
+        fail(where, f"{name}={given!r}, and {own} on index {index}",
+             f"{name} must be {plural(n, 'number')} of at least 0, one for each index along the "
+             "axes, and that of this rank", f"{name}=spec.shard_sizes(dim)")  # fmt: skip
+    return numbers
 
 
 def ring_of(

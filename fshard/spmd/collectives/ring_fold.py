@@ -24,7 +24,7 @@ from fshard.run.autograd.linear_function import Tensors, is_differentiated
 from fshard.run.transports.base import backward_phase, labelled
 from fshard.run.transports.divergence_report import backward_label
 from fshard.spmd.axis_env import current_tracker, resolve_axes
-from fshard.spmd.collectives.ring import Ring, ring_of
+from fshard.spmd.collectives.ring import Ring, ring_of, sizes_along
 from fshard.spmd.tracking.insert_casts import join_operands, replace_tensors
 from fshard.spmd.tracking.torch_effects import Action, OpEffect
 from fshard.spmd.types import States, TypeRule
@@ -71,7 +71,8 @@ def ring_fold(
             of `result`, the fold over all blocks. Without it, `step` and `merge` are
             differentiated, for which the n values between merges are saved.
         dim: the dim of the tensors of `blocks` whose sizes differ between ranks.
-        sizes: its size on each index along the axes, zeros included; None if they are equal.
+        sizes: its size on each index along the axes, zeros included. If they are left out, and an
+            argument of the mapped function is uneven along the axes, the ranks exchange them.
         mesh: the mesh of the axes, outside of a `shard_map`.
 
     Returns:
@@ -109,7 +110,11 @@ def ring_fold(
     counts = len(leaves[0]), len(leaves[1])
     leaves[0] = [x.detach() for x in leaves[0]]
     xs = tuple(x for group in leaves for x in group)
-    ring = ring_of(NAME, owner, axes, leaves[1], dim, sizes)
+    block = leaves[1]
+    if sizes is None and block and -block[0].dim() <= dim < block[0].dim():
+        found = sizes_along(NAME, "sizes", None, owner, axes, block[0], block[0].shape[dim])
+        sizes = found if len({*found}) > 1 else None
+    ring = ring_of(NAME, owner, axes, block, dim, sizes)
     fold = _Fold(ring, step, merge, pull, trees[0], trees[1], trees[2], counts)
     tracker = current_tracker()
     if tracker is None:

@@ -11,6 +11,7 @@ import fshard as fs
 from fshard import Mesh, P, Spec
 from tests.helpers.gloo.dense_neighbours import dense_knn, dense_radius
 from tests.helpers.gloo.harness import run_ranks
+from tests.helpers.spmd import uneven_bodies
 
 F64 = torch.float64
 attention: Callable[..., torch.Tensor] = torch.nn.functional.scaled_dot_product_attention
@@ -70,6 +71,16 @@ def on_grid() -> None:
     ring: Callable[..., Any] = fs.domain.scaled_dot_product_attention
     spec = Spec(GRID, P("dp", None, "cp"), shape=(2, 2, 5, 4), dtype=F64, uneven="chunk")
     check(ring, attention, *[spec] * 3, second=False)
+
+
+def bodies_on_rank() -> None:
+    fs.init(uneven_bodies.MESH, timeout=60)
+    for check in (True, "collectives"):
+        uneven_bodies.check_bodies(check)
+
+
+def test_bodies_over_uneven_shards_exchange_sizes() -> None:
+    run_ranks(4, bodies_on_rank)
 
 
 def test_rings_on_processes() -> None:

@@ -1,0 +1,78 @@
+"""Bad input of `fs.domain`: errors that name the argument, before anything is sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard import Mesh, P, ShardingError, Spec
+
+MESH = Mesh(x=2)
+SPEC = Spec(MESH, P("x"), shape=(4,))
+VALUES = fs.shard(torch.ones(4, 2), MESH, P("x"))
+SUMS = fs.Sharded((torch.ones(4, 2),) * 2, Spec(MESH, P(unreduced={"x"}), shape=(4, 2)))
+KEYS = fs.shard(torch.ones(1, 4, 2), MESH, P(None, "x"))
+attention: Any = fs.domain.scaled_dot_product_attention
+plan: Any = fs.domain.window_plan
+balance: Any = fs.domain.balance
+mean: Any = fs.domain.weighted_mean
+variance: Any = fs.domain.weighted_var_mean
+knn: Any = fs.domain.knn
+radius_search: Any = fs.domain.radius_search
+
+CALLS: dict[str, tuple[Any, str]] = {
+    "balance None": (lambda: balance(SPEC, None), "weights None for dim 0"),
+    "balance text": (lambda: balance(SPEC, "abcd"), "weights 'abcd' for dim 0"),
+    "balance ragged": (lambda: balance(SPEC, [[1], [1, 2]]), "must be 4 finite numbers"),
+    "balance complex": (lambda: balance(SPEC, torch.ones(4) * 1j), "weights torch.complex64"),
+    "balance NaN": (lambda: balance(SPEC, [1, 1, 1, float("nan")]), "4 finite numbers"),
+    "balance 2-d": (lambda: balance(SPEC, torch.ones(4, 4)), r"of shape \(4, 4\)"),
+    "mean, other weights": (lambda: mean(VALUES, torch.ones(3, 2)), "must broadcast to the values"),
+    "mean, more dims": (lambda: mean(VALUES, torch.ones(1, 4, 2)), "must broadcast to the values"),
+    "variance": (lambda: variance(VALUES, torch.ones(4)), r"weights of shape \(4,\) for values"),
+    "variance, tensors": (lambda: variance(torch.ones(2), torch.ones(3)), "must broadcast"),
+    "plan stride": (lambda: plan(8, 3, 0, sizes_in=(4, 4)), "stride must be an int of at least 1"),
+    "plan dilation": (lambda: plan(8, 3, 1, 1.5, sizes_in=(8,)), "dilation must be an int"),
+    "plan size": (lambda: plan(None, 3, sizes_in=(8,)), "size must be an int of at least 0"),
+    "plan padding": (lambda: plan(8, 3, padding="same", sizes_in=(8,)), "int or a pair of ints"),
+    "plan shards": (lambda: plan(8, 3, sizes_in=()), "sizes_in must be sizes of at least 0"),
+    "plan negative": (lambda: plan(8, 3, sizes_in=(9, -1)), "sizes_in must be sizes of at least"),
+    "knn dims": (lambda: knn(KEYS, KEYS, 1), r"both must have shape \(number, width\)"),
+    "knn sums": (lambda: knn(SUMS, VALUES, 1), "it must not be unreduced"),
+    "knn bool": (lambda: knn(VALUES, VALUES, True), "k must be an int of at least 1"),
+    "radius text": (lambda: radius_search(VALUES, VALUES, "1"), "must be a number of at least 0"),
+    "radius NaN": (lambda: radius_search(VALUES, VALUES, float("nan")), "a number of at least 0"),
+    "radius size": (lambda: radius_search(VALUES, VALUES, 1.0, size=0.5), "size must be an int"),
+    "radius tensors": (lambda: radius_search(torch.ones(1, 1), torch.ones(1, 1), 1.0), "be pairs"),
+    "dropout": (lambda: attention(KEYS, KEYS, KEYS, dropout_p=1.5), r"must be in 0\.\.1"),
+    "dropout text": (lambda: attention(KEYS, KEYS, KEYS, dropout_p="a"), r"must be in 0\.\.1"),
+    "scale": (lambda: attention(KEYS, KEYS, KEYS, scale="a"), "scale must be a number or None"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_bad_input_is_refused_before_communication(name: str) -> None:
+    call, message = CALLS[name]
+    with fs.comm_log() as log, pytest.raises(ShardingError, match=message):
+        call()
+    assert not log.counts
+
+
+SIZES: dict[str, Any] = {
+    "halo": lambda x: fs.domain.halo_exchange(
+        x, {0: (1, 1)}, axis_name={0: "x"}, sizes={0: (1, 2)}
+    ),
+    "knn": lambda x: knn(x, x, 1, axis_name="x", point_sizes=(4, 4, 4))[1],
+    "attention": lambda x: attention(x, x, x, axis_name="x", key_sizes=(3, 1)),
+    "fold": lambda x: fs.domain.ring_fold(x, lambda y, i: y, torch.add, x, "x", sizes=(3, -1)),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes_in_a_body_that_do_not_fit_are_refused(name: str) -> None:
+    with fs.comm_log() as log, pytest.raises(ShardingError, match=r"sizes"):
+        fs.shard_map(SIZES[name], mesh=MESH, in_specs=P("x"), out_specs=P("x"))(torch.ones(4, 2))
+    assert not log.counts
