@@ -113,6 +113,15 @@ def _boundary_label(where: str, mesh: Mesh) -> Label:
     return Label(f"the boundary of {where}", mesh)
 
 
+def uneven_axes(arguments: Sequence[Argument]) -> frozenset[str]:
+    """Return the axes along which shards of an argument have different sizes."""
+    specs = [arg.spec for arg in arguments if arg.spec is not None]
+    return frozenset(
+        axis for spec in specs for axes, sizes in zip(spec.partition.dims, spec.sizes, strict=True)
+        if sizes is not None for axis in axes
+    )  # fmt: skip
+
+
 def plan_arguments(
     where: str,
     in_specs: Sequence[PathSpec],

@@ -44,17 +44,12 @@ from fshard.spmd.boundary import (
     plan_arguments,
     result_problems,
     result_specs,
+    uneven_axes,
 )
 from fshard.spmd.closure_inputs import call_function, replaced_closures
 from fshard.spmd.graph_call import ENDS_GRAPHS, compile_on_ranks, traceable
 from fshard.spmd.in_specs import ArgSignature, Argument, PathSpec, match_specs, read_placements
-from fshard.spmd.mesh_scope import (
-    Scope,
-    check_check,
-    local_map_scope,
-    shard_map_scope,
-    uneven_scope,
-)
+from fshard.spmd.mesh_scope import Scope, check_check, local_map_scope, shard_map_scope
 from fshard.spmd.simulated_map import map_ranks, run_body
 from fshard.spmd.tracking.out_spec_check import NonTensor, check_replicas, non_tensor_problem
 from fshard.spmd.tracking.tracker import Tracker
@@ -268,8 +263,7 @@ class MappedFunction:
         if transport is None or transport.rank in scope.mesh:
             options = self.redistribute_inputs, self.check is not False
             arguments = plan_arguments(self.where, path_specs, values, scope, transport, *options)
-            uneven = _uneven_axes(arguments).union(() if outer is None else outer.uneven)
-            scope = uneven_scope(scope, uneven) if uneven else scope
+            scope = scope.with_uneven(uneven_axes(arguments), outer)
         return BoundaryPlan(scope, treedef, transport is not None, bool(pairs), arguments)
 
     def _scope(
@@ -298,15 +292,6 @@ class MappedFunction:
             specs = broadcast_prefix(self.out_specs, skeleton, "out_specs", self.where)
             tree.out_specs = tuple(zip(paths(skeleton, "result"), specs, strict=True))
         return tree.out_specs
-
-
-def _uneven_axes(arguments: Sequence[Argument]) -> frozenset[str]:
-    """Return the axes along which shards of an argument have different sizes."""
-    specs = [arg.spec for arg in arguments if arg.spec is not None]
-    return frozenset(
-        axis for spec in specs for axes, sizes in zip(spec.partition.dims, spec.sizes, strict=True)
-        if sizes is not None for axis in axes
-    )  # fmt: skip
 
 
 class MappedCall:

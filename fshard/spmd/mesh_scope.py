@@ -58,10 +58,14 @@ class Scope:
             return None
         return Spec._of(self.mesh, spec.partition, spec.shape, spec.dtype, spec.sizes)
 
+    def with_uneven(self, axes: frozenset[str], outer: BoundAxes | None) -> Scope:
+        """Return the scope of a call whose arguments are uneven along `axes`, in the one around."""
+        uneven = axes if outer is None else axes | outer.uneven
+        return _uneven(self, uneven) if uneven else self
+
 
 @lru_cache(maxsize=1024)
-def uneven_scope(scope: Scope, axes: frozenset[str]) -> Scope:
-    """Return the scope of a call with arguments whose shards differ in size along `axes`."""
+def _uneven(scope: Scope, axes: frozenset[str]) -> Scope:
     return replace(scope, uneven_axes=axes)
 
 
