@@ -9,9 +9,9 @@ import torch
 
 import fshard as fs
 from fshard import Mesh, P, Spec
+from tests.helpers.domain import uneven_bodies
 from tests.helpers.gloo.dense_neighbours import dense_knn, dense_radius
 from tests.helpers.gloo.harness import run_ranks
-from tests.helpers.spmd import uneven_bodies
 
 F64 = torch.float64
 attention: Callable[..., torch.Tensor] = torch.nn.functional.scaled_dot_product_attention
