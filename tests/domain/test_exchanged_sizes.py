@@ -9,7 +9,7 @@ import torch
 
 import fshard as fs
 from fshard import Mesh, P
-from tests.helpers.domain.uneven_bodies import MESH, SHAPE, SPEC, check_bodies, differences
+from tests.helpers.gloo.uneven_bodies import MESH, SHAPE, SPEC, check_bodies, differences
 
 
 @pytest.mark.parametrize("check", [True, "strict", "values", "collectives", False])

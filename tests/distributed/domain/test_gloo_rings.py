@@ -9,7 +9,7 @@ import torch
 
 import fshard as fs
 from fshard import Mesh, P, Spec
-from tests.helpers.domain import uneven_bodies
+from tests.helpers.gloo import uneven_bodies
 from tests.helpers.gloo.dense_neighbours import dense_knn, dense_radius
 from tests.helpers.gloo.harness import run_ranks
 
