@@ -26,6 +26,8 @@ from fshard._util.errors import Problem, did_you_mean, raise_if
 REDUCTIONS = ("sum", "avg", "max", "min", "product")
 LINEAR = ("sum", "avg")
 """Reductions that have a transpose, and so a gradient."""
+BITWISE = {"band": "min", "bor": "max"}
+"""DTensor's bitwise reductions that have an equal one of booleans; `"bxor"` has none."""
 
 Entry = str | None | Sequence[str]
 Kinds = tuple[tuple[str, str], ...]
@@ -44,7 +46,8 @@ class PartitionSpec:
             `P(("dp", "tp"))` splits over `dp` first, so that neighbours along `dp` are furthest
             apart. Missing trailing entries are `None`.
         unreduced: axes along which ranks hold partial sums, or a mapping from such axes to `"sum"`,
-            `"avg"`, `"max"`, `"min"` or `"product"`.
+            `"avg"`, `"max"`, `"min"` or `"product"`. DTensor's bitwise reductions, which NCCL
+            lacks, are refused: of booleans `"min"` is "and", `"max"` is "or".
         reduced: axes along which the gradient is unreduced, or a mapping from such axes to `"sum"`
             or `"avg"`; with `"avg"` each of the n ranks holds the value over n.
 
@@ -199,10 +202,12 @@ def _kinds(
             problems.append(Problem(f"{word} axis {axis!r}", "an axis name must be a string",
                                     f"{word}={{'x'}}"))  # fmt: skip
         if kind not in allowed:
+            fix = did_you_mean(str(kind), allowed, f"use one of {', '.join(allowed)}")
+            if kind in BITWISE and BITWISE[kind] in allowed:
+                fix = f"{BITWISE[kind]!r} is the same reduction of booleans"
             problems.append(Problem(
                 f"{word}={{{axis!r}: {kind!r}}}",
-                f"a reduction must be one of {', '.join(allowed)}",
-                did_you_mean(str(kind), allowed, f"use one of {', '.join(allowed)}")))  # fmt: skip
+                f"a reduction must be one of {', '.join(allowed)}", fix))  # fmt: skip
     return tuple(sorted(kinds.items(), key=lambda item: str(item[0])))
 
 

@@ -97,6 +97,7 @@ def test_partition_is_frozen() -> None:
         (lambda: P(unreduced={"x": "summ"}), r"(?s)unreduced={'x': 'summ'}.*did you mean 'sum'"),
         (lambda: P(unreduced={"x": None}), r"unreduced={'x': None}"),
         (lambda: P(reduced={"x": "max"}), r"reduced={'x': 'max'}\n  rule:  .* one of sum, avg"),
+        (lambda: P(unreduced={"x": "bor"}), "'max' is the same reduction of booleans"),
         (lambda: P(unreduced={3}), "unreduced axis 3"),
         (lambda: P(unreduced={3: "sum", "x": "sum"}), "unreduced axis 3"),
         (lambda: P(3, "x", "x", unreduced={"y": "zz"}), r"(?s)entry 0 is 3.*'zz'.*'x' 2 times"),
