@@ -16,6 +16,8 @@ SET_GRAD_ENABLED = torch._C._set_grad_enabled
 is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 """Id of the backward pass that runs in this thread, -1 outside of one."""
+current_node: Callable[[], Any] = torch._C._current_autograd_node
+"""Return the node of autograd that runs in this thread, None outside of one."""
 at_end_of_backward: Callable[[Callable[[], None]], None] = (
     torch.autograd.Variable._execution_engine.queue_callback
 )

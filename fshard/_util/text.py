@@ -163,6 +163,15 @@ def _scaled(value: float, units: Units) -> str:
     return f"{number:,.{max(0, 3 - len(str(int(number))))}f} {unit}"
 
 
+def count_text(count: int) -> str:
+    """Return a count as text, exact below a million, with three digits and a prefix from there on.
+
+    >>> count_text(131072), count_text(275 * 10**9)
+    ('131,072', '275 G')
+    """
+    return f"{count:,}" if count < 10**6 else _scaled(count, _DECIMAL)
+
+
 def ratio_text(value: float, bound: float) -> str:
     """Return the ratio of a value to its lower bound as text.
 
@@ -172,6 +181,15 @@ def ratio_text(value: float, bound: float) -> str:
     if bound == 0:
         return "1.00x" if value == 0 else ""
     return f"{value / bound:.2f}x"
+
+
+def percent_text(value: float, total: float) -> str:
+    """Return the share of a total as text.
+
+    >>> percent_text(1, 3), percent_text(0, 0)
+    ('33 %', '0 %')
+    """
+    return f"{100 * value / total if total else 0.0:.0f} %"
 
 
 def plural(count: int, noun: str, nouns: str = "") -> str:

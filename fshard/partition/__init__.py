@@ -11,7 +11,8 @@
 - `number_variants`: plans by the values of ints and floats, and plans for any value.
 - `partitioned_call`: one partitioned call, its cost and graph.
 - `arguments`: the specs of a call's arguments, and the key it is cached by.
-- `training_time`: the modelled time of a training step.
+- `training_time`: the modelled time of a training step; `step_cost/`: time and memory of each
+  operation.
 
 To see why an operation gathers, call `fs.propagate(op, *specs)` with the specs that `explain()`
 shows above its row, and read `.alternatives`; `ops/propagate/select.py` makes the choice.

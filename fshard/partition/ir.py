@@ -60,7 +60,10 @@ class NumberOperation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Operation:
-    """Operation on locals by its strategy; `single` if it returns one tensor."""
+    """Operation on locals by its strategy; `single` if it returns one tensor.
+
+    `place` is the user's source line as `file:line`.
+    """
 
     out: int
     strategy: Strategy
@@ -68,6 +71,7 @@ class Operation:
     kwargs: Mapping[str, Any]
     single: bool
     name: str
+    place: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -29,6 +29,11 @@ from fshard.partition.execution.saved_bytes import AbstractCall, SavedBytes
 from fshard.partition.execution.schedule import schedule
 from fshard.partition.execution.segments import RankLines
 from fshard.partition.ir import Line, Operation, Redistribution
+from fshard.partition.step_cost.abstract_step import record_step
+from fshard.partition.step_cost.memory_timeline import StepMemory
+from fshard.partition.step_cost.roofline import Roofline
+from fshard.partition.step_cost.step_record import StepRecord
+from fshard.partition.step_cost.timing import memory_of, optimizer_bytes, roofline_of
 from fshard.program.cost.model import Cost
 from fshard.program.cost.topology import Topology
 from fshard.program.program import Program
@@ -166,6 +171,67 @@ class PartitionedCall:
             self._remat[rank] = self._abstract.saved_bytes(self.remat_plan, rank)
         saved: SavedBytes = self._remat[rank]
         return saved
+
+    def step_record(self, rank: int | None = None) -> StepRecord:
+        """Return what a rank runs and holds in a step, by a run on tensors without values.
+
+        Args:
+            rank: the rank; None is the first of the mesh.
+        """
+        rank = self.mesh.ranks[0] if rank is None else rank
+        if ("step", rank) not in self._remat:
+            self._remat["step", rank] = record_step(
+                self._abstract, self.remat_plan, self.names, rank, grad=self.grad
+            )
+        record: StepRecord = self._remat["step", rank]
+        return record
+
+    def roofline(self, topology: Topology | None = None, *, rank: int | None = None) -> Roofline:
+        """Return the operations and collectives of a step, forward and backward, with their times.
+
+        Args:
+            topology: the machine; None is the topology that the layouts were planned on.
+            rank: the rank; None is the first of the mesh.
+
+        Raises:
+            ShardingError: for an operation that does not run on tensors without values.
+
+        >>> import torch
+        >>> from fshard import Mesh, P, partition
+        >>> part = partition(lambda w, x: x @ w, mesh=Mesh(x=2), params=P(), in_specs=P("x"))
+        >>> call = part.trace(torch.ones(4, 8, requires_grad=True), torch.ones(2, 4))
+        >>> call.roofline().flops  # 2 * 1 * 4 * 8 forward; x needs no gradient
+        128
+        """
+        on = as_topology("roofline", topology, self._topology, (self.mesh,))
+        return roofline_of(self.step_record(rank), on)
+
+    def memory(
+        self, *, optimizer: Any = 0, topology: Topology | None = None, rank: int | None = None
+    ) -> StepMemory:
+        """Return the bytes that a rank holds over a step, forward and backward.
+
+        Args:
+            optimizer: the state of an optimizer, which is held all the time: a multiple of the
+                bytes of the parameters (2 for Adam), a tree of specs or pairs, or an optimizer of
+                `fs.state`.
+            topology: the machine whose times the timeline has; None is that of the layouts.
+            rank: the rank; None is the first of the mesh.
+
+        Raises:
+            ShardingError: for an operation that does not run on tensors without values.
+
+        >>> import torch
+        >>> from fshard import Mesh, P, partition
+        >>> part = partition(lambda w, x: x @ w, mesh=Mesh(x=2), params=P(), in_specs=P("x"))
+        >>> call = part.trace(torch.ones(4, 8, requires_grad=True), torch.ones(2, 4))
+        >>> {name: n for name, n in call.memory(optimizer=2).at_peak.items() if n}
+        {'parameters': 128, 'arguments': 16, 'optimizer': 256, 'gradients': 128, 'temporary': 192}
+        """
+        record = self.step_record(rank)
+        params = [s for s, grad in zip(self.in_specs, self.requires_grad, strict=True) if grad]
+        held = optimizer_bytes(optimizer, params, record.rank)
+        return memory_of(record, self.roofline(topology, rank=rank), held)
 
     def graph(self, rank: int = 0) -> fx.GraphModule:
         """Return the FX graph of local operations and programs that a rank runs."""

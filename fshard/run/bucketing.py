@@ -26,6 +26,7 @@ from fshard.program.program import Program, wire_specs
 from fshard.run.collective import Wire, launch_wire, unchanged
 from fshard.run.interpreter import LocalFunction, stages
 from fshard.run.transports.base import Group, Parts, Transport, notify
+from fshard.run.transports.shape_only import ShapeTransport
 
 Locals = list[torch.Tensor]
 """One tensor per leaf: its local, replaced by the result as the programs run."""
@@ -287,7 +288,7 @@ def _all_reduce(
     """Launch an all-reduce of concatenated payloads; return the call that waits for its parts."""
     _, group, reduction, _ = plan.kind
     # Modes that trace have no rule for a collective that writes its operand.
-    owned = current_dispatch_mode() is None
+    owned = current_dispatch_mode() is None or isinstance(transport, ShapeTransport)
     if not (owned and _can_be_kept(payloads)):
         result = transport.all_reduce(flatten_all(payloads), reduction, group, owned=owned)
         lengths = [payload.numel() for payload in payloads]

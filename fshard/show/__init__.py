@@ -2,6 +2,7 @@
 
 - `pictures`: `fs.visualize`
 - `program_table`, `batch_table`, `partition_table`: `explain` of programs, batches and partitions
+- `roofline_table`, `memory_table`: the time and the memory of a partitioned step
 - `module_table`: the layouts of a distributed module
 - `comm`: `fs.comm_log`, the collectives that ran
 - `progress_bar`: bytes that `fs.state.save` has written
@@ -10,9 +11,11 @@
 - `notebook`: `_repr_mimebundle_` of specs, programs and batches
 """
 
+from fshard.show import memory_table as memory_table
 from fshard.show import module_table as module_table
 from fshard.show import notebook as notebook
 from fshard.show import partition_table as partition_table
 from fshard.show import progress_bar as progress_bar
+from fshard.show import roofline_table as roofline_table
 from fshard.show import zero_stages as zero_stages
 from fshard.show.comm import comm_logging as comm_logging

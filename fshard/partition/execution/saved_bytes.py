@@ -112,7 +112,7 @@ class AbstractCall:
     def saved_bytes(self, plan: RematPlan, rank: int) -> SavedBytes:
         """Return the bytes that a rank keeps if a plan's units are recomputed."""
         log, _ = self._run(plan, rank)
-        moved = _sources(self.lines, self.inputs[: len(self.in_specs)])
+        moved = moved_arguments(self.lines, self.inputs[: len(self.in_specs)])
         gathered = sum(n for value, n in log.nbytes.items() if value in moved)
         return SavedBytes(MappingProxyType(log.nbytes), gathered)
 
@@ -194,11 +194,13 @@ class _SavedLog:
 
 def _abstract(line: Line, rank: int) -> Line:
     """Return a line that runs without values: a mapped function only has the results' shapes."""
-    return replace(line, region=_Shapes(line, rank)) if isinstance(line, RegionCall) else line  # type: ignore[arg-type]
+    if isinstance(line, RegionCall):
+        return replace(line, region=ShapesOfRegion(line, rank))  # type: ignore[arg-type]
+    return line
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Shapes:
+class ShapesOfRegion:
     """Mapped region of which only the results' shapes matter."""
 
     line: RegionCall
@@ -214,7 +216,7 @@ class _Shapes:
         ]  # fmt: skip
 
 
-def _sources(lines: Sequence[Line], tensors: Sequence[int]) -> set[int]:
+def moved_arguments(lines: Sequence[Line], tensors: Sequence[int]) -> set[int]:
     """Return the value ids of arguments in other layouts."""
     moved: set[int] = set()
     sources: dict[int, list[int]] = {}

@@ -9,6 +9,7 @@ from fshard.program.cost.links import Link, Torus
 
 NVLINK = Link(latency=0.6e-6, bandwidth=360e9)
 INFINIBAND = Link(latency=2.7e-6, bandwidth=45e9)
+KERNEL = 0.9e-6
 
 
 def gpu_fields(
@@ -64,6 +65,7 @@ def tpu_fields(
         "launch": 0.0,
         "memory": memory,
         "message": 0.0,
+        "kernel": 0.0,
         "flops": tuple((dtype, 1e12 * rate) for dtype, rate in tflops.items()),
         "capacity": capacity * 10**9,
     }

@@ -3,7 +3,9 @@
 Presets of GPUs assume that collectives achieve about 80 % of the promised bandwidth on NVLink and
 of memory, and 90 % on networks, which have less protocol overhead, and that products achieve 70 %
 of the promised rate. Latencies and launch times are NCCL's own (`src/graph/tuning.cc`, ring, LL:
-0.6 us a hop on NVLink, 2.7 us on a network, 6.6 us at the start). Presets of TPUs have the
+0.6 us a hop on NVLink, 2.7 us on a network, 6.6 us at the start). An operation of a GPU starts
+0.9 us after the one before it (3.8 us for kernels of 2.9 us in a stream, "Getting Started with
+CUDA Graphs", NVIDIA 2019); on a TPU all operations are one program. Presets of TPUs have the
 figures of "How to Scale Your Model" (Austin et al. 2025, part 2). `fs.calibrate` measures one.
 """
 
@@ -23,7 +25,7 @@ from fshard._util.text import rate_text, time_text
 from fshard.layout.mesh import Axes, Mesh, as_axes, as_mesh
 from fshard.program.cost.link_groups import switch_link, torus_link
 from fshard.program.cost.links import Link, Torus, is_number, own_link, slowest
-from fshard.program.cost.machines import INFINIBAND, NVLINK, gpu_fields, tpu_fields
+from fshard.program.cost.machines import INFINIBAND, KERNEL, NVLINK, gpu_fields, tpu_fields
 from fshard.program.cost.topology_files import as_path, read_topology, topology_json
 
 
@@ -52,6 +54,7 @@ class Topology:
         flops: Floating-point operations per second of one device by dtype, as a mapping from
             names such as `"bfloat16"`. Other dtypes have the rate of the least of them.
         capacity: Bytes of memory of one device; None is unknown.
+        kernel: Seconds to start one operation on a device.
 
     Raises:
         ShardingError: If a value is out of range or of another type.
@@ -63,6 +66,7 @@ class Topology:
       outer    2.70 µs, 45.0 GB/s
       launch   6.60 µs
       message  0.15 µs
+      kernel   0.90 µs
       memory   2.68 TB/s, 80,000,000,000 B
       compute  46.9 TFLOP/s in float64
       compute  346 TFLOP/s in float32
@@ -80,6 +84,7 @@ class Topology:
     message: float = 0.15e-6
     flops: tuple[tuple[str, float], ...] = (("bfloat16", 400e12), ("float32", 400e12))
     capacity: int | None = None
+    kernel: float = KERNEL
 
     def __post_init__(self) -> None:
         size = self.node_size
@@ -102,11 +107,13 @@ class Topology:
         elif isinstance(self.inner, Torus) and size != self.inner.size:
             rule = f"a node must have the {self.inner.size} devices of its torus"
             problems.append(Problem(f"node_size={size!r}", rule, f"node_size={self.inner.size}"))
+        rule = "launch, message and kernel must be at least 0 seconds"
         problems += [
-            Problem(f"{name}={value!r}", "launch and message must be at least 0 seconds", fix)
+            Problem(f"{name}={value!r}", rule, fix)
             for name, value, fix in (
                 ("launch", self.launch, "launch=6e-6"),
                 ("message", self.message, "message=1.5e-7"),
+                ("kernel", self.kernel, "kernel=1e-6"),
             )
             if not (is_number(value) and value >= 0)
         ]
@@ -341,6 +348,7 @@ class Topology:
             memory=0.8 * 25.6e9,
             message=10e-6,
             flops=(("float32", 50e9), ("float64", 25e9)),
+            kernel=2e-6,
         )
 
     # -- text -------------------------------------------------------------------------
@@ -359,7 +367,8 @@ class Topology:
             (name, f"{time_text(link.latency)}, {rate_text(link.bandwidth)}")
             for name, link in (*links, *self.links)
         ]
-        rows += [("launch", time_text(self.launch)), ("message", time_text(self.message))]
+        times = "launch", "message", "kernel"
+        rows += [(name, time_text(getattr(self, name))) for name in times]
         capacity = f", {self.capacity:,} B" if self.capacity else ""
         rows += [("memory", f"{rate_text(self.memory)}{capacity}")]
         by_rate: dict[float, list[str]] = {}

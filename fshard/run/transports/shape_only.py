@@ -9,11 +9,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 
 from fshard._torch.autograd_state import graph_task_id
 from fshard._torch.fake_tensors import FakeTensor, is_recording
+from fshard._util.cache import CACHE_SIZE
 from fshard.layout.mesh import Mesh
 from fshard.program.cost.model import Cost, collective_time
 from fshard.program.cost.topology import Topology
@@ -140,11 +142,20 @@ class RecordingTransport(ShapeTransport):
         return super().all_to_all(x, send, receive, group)
 
     def _record(self, op: str, group: Group, traffic: Traffic, nbytes: int) -> None:
+        axes = group_axes(self.mesh, group)
+        self.add(RecordedCollective(op, self.mesh, axes, traffic, nbytes))
+
+    def add(self, collective: RecordedCollective) -> None:
         """Record a collective of the phase that runs."""
-        coords = list(map(self.mesh.coords, group))
-        axes = tuple(a for a in self.mesh.axes if len({place[a] for place in coords}) > 1)
         phase = self.forward if graph_task_id() == -1 else self.backward
-        phase.append(RecordedCollective(op, self.mesh, axes, traffic, nbytes))
+        phase.append(collective)
+
+
+@lru_cache(maxsize=CACHE_SIZE)
+def group_axes(mesh: Mesh, group: Group) -> tuple[str, ...]:
+    """Return the mesh axes along which the ranks of a group differ."""
+    coords = list(map(mesh.coords, group))
+    return tuple(a for a in mesh.axes if len({place[a] for place in coords}) > 1)
 
 
 def shape_transport(mesh: Mesh, where: str) -> ShapeTransport:
