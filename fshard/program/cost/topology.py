@@ -107,9 +107,8 @@ class Topology:
         elif isinstance(self.inner, Torus) and size != self.inner.size:
             rule = f"a node must have the {self.inner.size} devices of its torus"
             problems.append(Problem(f"node_size={size!r}", rule, f"node_size={self.inner.size}"))
-        rule = "launch, message and kernel must be at least 0 seconds"
         problems += [
-            Problem(f"{name}={value!r}", rule, fix)
+            Problem(f"{name}={value!r}", f"{name} must be at least 0 seconds", fix)
             for name, value, fix in (
                 ("launch", self.launch, "launch=6e-6"),
                 ("message", self.message, "message=1.5e-7"),
@@ -367,8 +366,7 @@ class Topology:
             (name, f"{time_text(link.latency)}, {rate_text(link.bandwidth)}")
             for name, link in (*links, *self.links)
         ]
-        times = "launch", "message", "kernel"
-        rows += [(name, time_text(getattr(self, name))) for name in times]
+        rows += [(x, time_text(getattr(self, x))) for x in ("launch", "message", "kernel")]
         capacity = f", {self.capacity:,} B" if self.capacity else ""
         rows += [("memory", f"{rate_text(self.memory)}{capacity}")]
         by_rate: dict[float, list[str]] = {}
