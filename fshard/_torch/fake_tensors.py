@@ -21,9 +21,9 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 __all__ = [
     "FAKE_TENSOR_LOGGER", "DataDependentOutputException", "DynamicOutputShapeException",
-    "FakeTensor", "FakeTensorMode", "FunctionalTensor", "from_functional", "functional_mode",
-    "is_recording", "is_recording_below_autograd", "shares_memory", "sync_functional",
-    "to_functional",
+    "FakeTensor", "FakeTensorMode", "FunctionalTensor", "depends_on_inputs", "from_functional",
+    "functional_mode", "is_recording", "is_recording_below_autograd", "shares_memory",
+    "sync_functional", "to_functional",
 ]  # fmt: skip
 
 FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
@@ -35,6 +35,23 @@ def is_recording() -> bool:
     """Return True while `make_fx` records operations in a graph."""
     tracer: Any = sys.modules.get("torch.fx.experimental.proxy_tensor")
     return tracer is not None and tracer.get_proxy_mode() is not None
+
+
+def depends_on_inputs(x: torch.Tensor) -> bool:
+    """Return True if the graph that `make_fx` records has `x` as a function of its inputs."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+
+    mode = get_proxy_mode()
+    slot: Any = None if mode is None else get_proxy_slot(x, mode.tracer, None)
+    seen, todo = set(), [] if slot is None else [slot.proxy.node]
+    while todo:
+        node = todo.pop()
+        if node.op == "placeholder":
+            return True
+        if node not in seen:
+            seen.add(node)
+            todo += node.all_input_nodes
+    return False
 
 
 def is_recording_below_autograd() -> bool:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fshard._torch.dynamo import run_uncompiled, skip_frames_below
+from fshard._torch.dynamo import run_uncompiled, skip_frames_below, tree_map
+from fshard._torch.fake_tensors import is_recording_below_autograd
 from fshard._util.cache import BoundedDict
 from fshard._util.errors import Problem, fail, raise_if
 from fshard._util.text import plural
@@ -41,7 +42,7 @@ from fshard.partition.partitioned_call import PartitionedCall
 from fshard.program.cost.topology import Topology
 from fshard.program.program_arguments import as_topology
 from fshard.run.global_tensors import unshard
-from fshard.run.graphs.graph_node import graph_node
+from fshard.run.graphs.graph_node import graph_node, with_integer_sizes
 from fshard.spmd.in_specs import ArgSignature, match_specs
 
 META = torch.device("meta")
@@ -114,6 +115,8 @@ class Partition:
         if torch.compiler.is_dynamo_compiling():
             return self._node(*args, **kwargs)
         try:
+            if is_recording_below_autograd():
+                args, kwargs = tree_map(with_integer_sizes, (args, kwargs))
             if kwargs:
                 args, kwargs = arguments.bind(self.fn, args, kwargs)
             leaves, call, specs = self._lookup(args, kwargs, runs=True)

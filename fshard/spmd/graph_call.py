@@ -75,7 +75,7 @@ def traceable(
         return uncompiled(*args, **kwargs)
 
     def locals_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        args, kwargs = _planned(function, args, kwargs)
+        args, kwargs = planned(function, args, kwargs)
         call, tracker = function.rank_call(args, kwargs), current_tracker()
         with pause_types(tracker):
             locals_ = call.locals_()
@@ -84,7 +84,7 @@ def traceable(
         return call.local_tree(locals_)
 
     def assemble(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-        args, kwargs, result = _planned(function, args, kwargs, result)
+        args, kwargs, result = planned(function, args, kwargs, result)
         call, tracker = function.rank_call(args, kwargs), current_tracker()
         transport = current_transport()
         assert transport is not None
@@ -137,16 +137,18 @@ def compile_on_ranks(
     return functools.update_wrapper(call, fn, updated=())
 
 
-def _planned(
+def planned(
     function: MappedFunction, args: tuple[Any, ...], kwargs: dict[str, Any], *others: Any
 ) -> tuple[Any, ...]:
-    """Return arguments and results of a mapped function, with integer sizes if a spec has them.
+    """Return arguments and results of a mapped function, with integer sizes where they must be.
 
-    Specs of pairs, and those of the function, have sizes. Others only divide the sizes of tensors.
+    Specs of pairs, and those of the function, have sizes, and simulated ranks other code for each.
+    Other specs on a rank only divide the sizes of tensors.
     """
     leaves = tree_flatten((args, kwargs, function.in_specs, function.out_specs), _has_sizes)[0]
     trees = args, kwargs, *others
-    is_symbolic = not any(map(_has_sizes, leaves))
+    on_rank = current_transport() is not None and not is_simulated()
+    is_symbolic = on_rank and not any(map(_has_sizes, leaves))
     return trees if is_symbolic else tree_map(with_integer_sizes, trees)
 
 

@@ -13,6 +13,7 @@ import torch
 
 from fshard._torch.checkpointing import checkpoint_form
 from fshard._torch.dynamo import compiler_of, run_uncompiled
+from fshard._torch.fake_tensors import is_recording_below_autograd
 from fshard._torch.functorch import is_transformed
 from fshard._torch.symbolic_numbers import has_symbolic_sizes
 from fshard._util.cache import BoundedDict
@@ -47,7 +48,7 @@ from fshard.spmd.boundary import (
     uneven_axes,
 )
 from fshard.spmd.closure_inputs import call_function, replaced_closures
-from fshard.spmd.graph_call import ENDS_GRAPHS, compile_on_ranks, traceable
+from fshard.spmd.graph_call import ENDS_GRAPHS, compile_on_ranks, planned, traceable
 from fshard.spmd.in_specs import ArgSignature, Argument, PathSpec, match_specs, read_placements
 from fshard.spmd.mesh_scope import Scope, check_check, local_map_scope, shard_map_scope
 from fshard.spmd.simulated_map import map_ranks, run_body
@@ -173,6 +174,8 @@ class MappedFunction:
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call; with `check="collectives"` its collectives are compared."""
         args, kwargs = replaced_closures((args, kwargs))
+        if is_recording_below_autograd():
+            args, kwargs = planned(self, args, kwargs)
         recorder = MAP_RECORDER.get()
         if recorder is not None:
             return recorder(self, args, kwargs)

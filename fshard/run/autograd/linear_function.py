@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 
 from fshard._torch.autograd_state import is_view, unviewed, view_base
-from fshard._torch.fake_tensors import is_recording
+from fshard._torch.fake_tensors import depends_on_inputs, is_recording
 from fshard._torch.functorch import (
     add_batch_dim,
     apply_function,
@@ -27,9 +27,9 @@ from fshard._torch.functorch import (
     with_batch_at,
 )
 from fshard._torch.legacy_vmap import is_legacy_batched, nesting_level, unwrap
+from fshard._torch.modes import without_dispatch_modes
 from fshard._torch.symbolic_numbers import has_symbolic_sizes
 from fshard._util.cache import CACHE_SIZE
-from fshard._util.errors import fail
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
@@ -51,7 +51,7 @@ from fshard.run.transports.base import (
 )
 from fshard.run.transports.divergence_report import backward_label
 from fshard.run.transports.reduce_dtypes import as_number
-from fshard.run.transports.shape_only import is_abstract, shape_transport
+from fshard.run.transports.shape_only import has_values, is_abstract, shape_transport
 from fshard.run.transports.simulator import SimulatedRank, run_ranks, run_together
 
 V = TypeVar("V")
@@ -208,14 +208,13 @@ def _wider(prog: Program, n: int) -> Program:
 def launch_linear(op: LinearOp, xs: Tensors, where: str) -> FinishAll:
     """Launch `op` on this rank's locals without a gradient; meta and fake tensors send nothing.
 
-    `torch.func.linearize` is refused on processes: it runs the part of its graph that depends on no
-    tangent once and apart, which separates the collectives of values from their waits, and repeats
-    writes into their results at every call. In a simulation the ranks are outside of its graph.
+    In graphs that `make_fx` records in forward mode, as for `torch.func.linearize`, the collectives
+    of values are no part: they run now, and their results are constants. Those of tangents are.
 
     Call it under `torch.no_grad()` where a local requires grad; `apply_linear` adds the gradient.
 
     Raises:
-        ShardingError: without a rank, and for tensors that are recorded in a graph.
+        ShardingError: without a rank.
     """
     mesh = op.mesh
     if is_abstract(xs[0]):
@@ -224,20 +223,27 @@ def launch_linear(op: LinearOp, xs: Tensors, where: str) -> FinishAll:
     transport = current_rank(mesh, where)
     if isinstance(transport, SimulatedRank):
         transport.world.share_forward_level()
-    elif forward_ad_level() >= 0 and is_recording():
-        label = LABEL.get()
-        fail(where if label is None else label.name,
-             "a collective in a graph that torch.func.linearize or make_fx records",
-             "its arguments must be values: the graph would keep its result as a constant",
-             "torch.func.jvp(f, primals, tangents) in the place of linearize; or "
-             "torch.compile(f)")  # fmt: skip
-    if transport.rank not in mesh:
-        check_ranks(mesh, transport, where)
+    elif forward_ad_level() >= 0 and is_recording() and all(map(_is_constant, xs)):
+        with without_dispatch_modes():
+            constants = _launch_on_rank(op, transport, xs, where)()
+        return lambda: constants
+    return _launch_on_rank(op, transport, xs, where)
+
+
+def _is_constant(x: torch.Tensor) -> bool:
+    """Return True for a value that does not depend on the inputs of the graph being recorded."""
+    return has_values(x) and not depends_on_inputs(x)
+
+
+def _launch_on_rank(op: LinearOp, transport: Transport, xs: Tensors, where: str) -> FinishAll:
+    """Launch `op` over the transport of a rank, with a label."""
+    if transport.rank not in op.mesh:
+        check_ranks(op.mesh, transport, where)
         return lambda: tuple(x.new_empty(0) for x in xs)
     if LABEL.get() is not None:
         return op.launch(transport, xs)
     arguments = op.text if isinstance(op, ProgramGroup) else ""
-    with labelled(Label(where, mesh, arguments=arguments)):
+    with labelled(Label(where, op.mesh, arguments=arguments)):
         return op.launch(transport, xs)
 
 

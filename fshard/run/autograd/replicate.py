@@ -6,10 +6,12 @@ The cotangents of an invariant value must be equal on all ranks, which `shard_va
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
+from fshard._torch.fake_tensors import is_recording_below_autograd
 from fshard._torch.functorch import (
     apply_function,
     is_batched_at_any_level,
@@ -24,7 +26,7 @@ from fshard.program.program import Program
 from fshard.run.autograd.linear_function import ProgramGroup, is_differentiated
 from fshard.run.transports.base import backward_phase
 from fshard.run.transports.divergence_report import backward_label
-from fshard.run.transports.shape_only import is_abstract
+from fshard.run.transports.shape_only import has_values
 
 
 def _batches(
@@ -133,7 +135,8 @@ class _Comparison(torch.autograd.Function):
 def compare_values(xs: Sequence[torch.Tensor], groups: Groups, report: Report) -> None:
     """Call `report` for tensors of one group of positions that differ beyond rounding."""
     if not is_transformed():
-        _compare(xs, groups, report)
+        with without_dispatch_modes() if is_recording_below_autograd() else nullcontext():
+            _compare(xs, groups, report)
     elif any(map(is_batched_at_any_level, xs)):
         apply_function(_Comparison, groups, report, *xs)
     else:
@@ -142,7 +145,7 @@ def compare_values(xs: Sequence[torch.Tensor], groups: Groups, report: Report) -
 
 
 def _compare(xs: Sequence[torch.Tensor], groups: Groups, report: Report) -> None:
-    for first, *rest in () if is_abstract(xs[0]) else groups:
+    for first, *rest in groups if has_values(xs[0]) else ():
         for i in rest:
             if not are_close(xs[first], xs[i]):
                 report(first, i, xs[first].detach(), xs[i].detach())

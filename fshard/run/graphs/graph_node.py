@@ -22,6 +22,7 @@ from fshard._torch.dynamo import (
     skip_frames_below,
     tree_map,
 )
+from fshard._torch.fake_tensors import is_recording_below_autograd
 from fshard._torch.symbolic_numbers import has_symbolic_sizes
 from fshard.run.transports.base import current_transport, is_simulated
 
@@ -68,6 +69,8 @@ def graph_node(
     @functools.wraps(fn)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         if not torch.compiler.is_dynamo_compiling():
+            if not symbolic and is_recording_below_autograd():
+                args, kwargs = tree_map(with_integer_sizes, (args, kwargs))
             return fn(*args, **kwargs)
         create()
         if not created:

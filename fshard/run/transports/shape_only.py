@@ -20,7 +20,13 @@ from fshard.layout.mesh import Mesh
 from fshard.program.cost.model import Cost, collective_time
 from fshard.program.cost.topology import Topology
 from fshard.program.cost.traffic import Traffic, all_gather_traffic, all_reduce_traffic
-from fshard.run.transports.base import Finish, Group, current_transport, refuse_traced
+from fshard.run.transports.base import (
+    TRACE_DEPTH,
+    Finish,
+    Group,
+    current_transport,
+    refuse_traced,
+)
 
 _META_IS_REAL: ContextVar[bool] = ContextVar("fshard_meta_is_real", default=False)
 
@@ -35,15 +41,26 @@ def meta_as_real() -> Iterator[None]:
         _META_IS_REAL.reset(token)
 
 
+def has_values(x: torch.Tensor) -> bool:
+    """Return False for meta and fake tensors."""
+    return not x.is_meta and not isinstance(x, FakeTensor)
+
+
+def in_graph() -> bool:
+    """Return True while `torch.compile` or `make_fx` records a graph of functional collectives.
+
+    Traces of `fs.partition` are others: their collectives are planned for them.
+    """
+    return torch.compiler.is_compiling() or (is_recording() and not TRACE_DEPTH.get())
+
+
 def is_abstract(x: torch.Tensor) -> bool:
     """Return True if `x` is a meta or fake tensor that no recording treats as a real one.
 
     >>> is_abstract(torch.empty(2, device="meta")), is_abstract(torch.empty(2))
     (True, False)
     """
-    if not x.is_meta and not isinstance(x, FakeTensor):
-        return False
-    return not _META_IS_REAL.get() and not torch.compiler.is_compiling()
+    return not (has_values(x) or _META_IS_REAL.get() or in_graph())
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +179,7 @@ def shape_transport(mesh: Mesh, where: str) -> ShapeTransport:
     """Return the transport for abstract tensors on this rank, or on the mesh's first rank.
 
     Raises:
-        ShardingError: while a graph is recorded, whose constants the zeros would be.
+        ShardingError: in a function that is traced, whose constants the zeros would be.
     """
     if is_recording():
         refuse_traced(mesh, where)

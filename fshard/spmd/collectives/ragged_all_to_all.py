@@ -16,7 +16,7 @@ from fshard.layout.tree import flatten
 from fshard.layout.validation import as_ints
 from fshard.run.autograd.linear_function import FinishAll, Tensors, apply_linear
 from fshard.run.transports.base import Label, Transport, current_rank, labelled, notify
-from fshard.run.transports.shape_only import is_abstract
+from fshard.run.transports.shape_only import in_graph, is_abstract
 from fshard.spmd.axis_env import current_tracker
 from fshard.spmd.collectives.axis_index_groups import Groups, resolve_groups
 from fshard.spmd.collectives.compile_node import as_node
@@ -152,19 +152,19 @@ def _exchange(
     wires: WireDtypes,
 ) -> torch.Tensor:
     n = mesh.axis_size(axes)
-    # In a graph of torch.compile the gathered offsets have no values yet: they are not checked.
-    in_graph = torch.compiler.is_compiling()
+    # In a graph the gathered offsets have no values yet: they are not checked.
+    is_recorded = in_graph()
     rows, problems = _read_counts(
-        counts._replace(output_offsets=(0,) * n) if in_graph else counts, n
+        counts._replace(output_offsets=(0,) * n) if is_recorded else counts, n
     )
     problems += _row_problems(operand, output, rows) + wire_dtype_problems(operand.dtype, wires)
-    if in_graph or is_abstract(operand):
+    if is_recorded or is_abstract(operand):
         raise_if(NAME, problems)
     starts: Counts = (0,) * n
     if not is_abstract(operand):
         rank = current_rank(mesh, NAME).rank
         index = mesh.group(rank, axes).index(rank)
-        if in_graph:
+        if is_recorded:
             offsets = _as_tensor(counts.output_offsets, output.device)
             starts = all_gather(offsets, axes, mesh=mesh)[:, index]
         else:
@@ -193,9 +193,7 @@ def _read_counts(counts: RowCounts, n: int) -> tuple[RowCounts, list[Problem]]:
     problems: list[Problem] = []
     rows: list[tuple[int, ...]] = []
     for name, value in counts._asdict().items():
-        if isinstance(value, torch.Tensor) and (
-            torch.compiler.is_compiling() or is_abstract(value)
-        ):
+        if isinstance(value, torch.Tensor) and (in_graph() or is_abstract(value)):
             given = f"{name} without values, on {value.device}"
             rule = "offsets and sizes must have values: they decide who sends what"
             fix = "give them as lists, or as tensors with values"

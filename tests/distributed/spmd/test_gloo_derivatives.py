@@ -34,8 +34,7 @@ def transforms() -> Rows:
     for name, (body, out, dense) in GRID_CASES.items():
         mapped = fs.shard_map(body, mesh=GRID, in_specs=GRID_SPECS, out_specs=out)
         for transform, run in TRANSFORMS.items():
-            if transform != "linearize":  # refused on processes
-                yield f"{transform} of {name}", lambda: run(mapped), lambda: run(dense)  # noqa: B023
+            yield f"{transform} of {name}", lambda: run(mapped), lambda: run(dense)  # noqa: B023
 
 
 def differing(rows: Rows) -> dict[str, str]:

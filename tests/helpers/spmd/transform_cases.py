@@ -118,6 +118,12 @@ def in_dual_level(f: Fn) -> Any:
         return forward_ad.unpack_dual(f(forward_ad.make_dual(X, 2 * X), W)).tangent
 
 
+def linearized(f: Callable[..., Any], *args: torch.Tensor) -> Any:
+    """Return the value of `f`, and its derivative at several tangents, the first one twice."""
+    y, derivative = linearize(f, *args)
+    return y, [derivative(*(scale * x + 1 for x in args)) for scale in (2, 3, 2)]
+
+
 def by_autograd(f: Fn) -> Any:
     """Return gradients of `torch.func.grad` for a leaf of ordinary autograd."""
     w = W.clone().requires_grad_()
@@ -129,7 +135,8 @@ TRANSFORMS: dict[str, Callable[[Fn], Any]] = {
     "grad_and_value": lambda f: grad_and_value(lambda w: loss(f, X, w))(W),
     "vjp": lambda f: (lambda y, back: back(y.cos()))(*vjp(f, X, W)),
     "jvp": lambda f: jvp(f, (X, W), (X.sin(), W + 1)),
-    "linearize": lambda f: linearize(lambda w: f(X, w), W)[1](W + 1),
+    "linearize": lambda f: linearized(lambda w: f(X, w), W),
+    "linearize of both": lambda f: linearized(f, X, W),
     "vmap": lambda f: vmap(f, (0, None))(BATCH, W),
     "vmap of the last dim": lambda f: vmap(f, (-1, None), -1)(BATCH.movedim(0, -1), W),
     "vmap of vmap": lambda f: vmap(vmap(f, (0, None)), (None, 0))(BATCH, WEIGHTS),

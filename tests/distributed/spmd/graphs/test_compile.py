@@ -251,19 +251,3 @@ def test_fake_tensors_outside_of_graphs_do_not_communicate() -> None:
             lambda x: fs.psum(x, "i"), mesh=MESH, in_specs=P("i"), out_specs=P(), check=False
         )
         assert f(torch.ones(4, 3)).shape == (2, 3)
-
-
-def run_recorded() -> tuple[list[str], list[float]]:
-    fs.init(MESH)
-    x = torch.arange(4.0)
-    body = lambda v: fs.all_gather(fs.psum(v, "i", mesh=MESH), "i", mesh=MESH)  # noqa: E731
-    expected = [body(x) for _ in range(3)][-1]  # the third call is replayed
-    graph = torch.fx.experimental.proxy_tensor.make_fx(body)(x)
-    names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
-    return [n.split(".")[1] for n in names if "c10d" in n], (graph(x) - expected).flatten().tolist()
-
-
-def test_recorded_graphs_have_functional_collectives() -> None:
-    for names, differences in run_ranks(2, run_recorded):
-        assert names == ["all_reduce", "wait_tensor", "all_gather_into_tensor", "wait_tensor"]
-        assert not any(differences)

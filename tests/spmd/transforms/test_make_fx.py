@@ -1,0 +1,18 @@
+"""Graphs that `make_fx` records of simulated mapped functions, pairs and partitioned functions."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers.spmd.derivatives.recorded_cases import CASES, linear_problems, problems
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of linearize
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_graphs_are_the_functions_of_all_ranks(name: str) -> None:
+    assert problems(name, CASES[name], on_rank=False) == []
+
+
+def test_linearized_functions_are_derivatives() -> None:
+    assert [text for name, case in CASES.items() for text in linear_problems(name, case)] == []
