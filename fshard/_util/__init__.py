@@ -2,6 +2,7 @@
 
 - `errors`: `ShardingError` and the builders of its messages.
 - `hooks`: slots for functions of higher folders.
+- `notebook_view`: values that notebooks show as HTML.
 - `tracebacks`: errors without the library's frames.
 - `signatures`: errors of calls that do not match a signature.
 - `code_names`: names of globals that code reads.

@@ -14,6 +14,7 @@ from typing import Any
 from fshard._torch.dynamo import graph_constant
 from fshard._util.errors import Problem, did_you_mean, fail, raise_if
 from fshard._util.hooks import Hook
+from fshard._util.notebook_view import NotebookView
 from fshard.layout.mesh_groups import mesh_groups, rank_group, rank_positions, sorted_ranks
 
 Axes = str | Sequence[str]
@@ -41,7 +42,7 @@ def as_axes(axes: Axes, where: str = "axes") -> tuple[str, ...]:
 
 @graph_constant
 @dataclass(frozen=True, slots=True, init=False, eq=False, repr=False, weakref_slot=True)
-class Mesh:
+class Mesh(NotebookView):
     """Devices in a row-major grid with named axes; immutable and hashable.
 
     `Mesh(dp=2, tp=4)` and `Mesh({"dp": 2, "tp": 4})` are equal. After `jax.sharding.Mesh`, but

@@ -13,6 +13,7 @@ import torch
 from fshard._torch.dynamo import graph_constant, skip_frames_below
 from fshard._util.errors import fail, raise_if
 from fshard._util.hooks import Hook
+from fshard._util.notebook_view import NotebookView
 from fshard._util.text import axes_text
 from fshard.layout.equivalence import canonical_grid, has_coincident_shards, states_of_rank
 from fshard.layout.mesh import Mesh, as_mesh
@@ -54,7 +55,7 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True, init=False, eq=False, repr=False, weakref_slot=True)
-class Spec:
+class Spec(NotebookView):
     """Layout of a global tensor: its mesh, partition, shape and dtype.
 
     Equal layouts are equal values: the partition has one entry per dim, even sizes are dropped.
@@ -180,9 +181,6 @@ class Spec:
             return text
         chunked = chunk_sizes(self.shape[dim], [self.mesh.shape[axis] for axis in axes])
         return f"{text}:{'chunk' if sizes == chunked else '+'.join(map(str, sizes))}"
-
-    def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
-        return mimebundle_hook.call(self)
 
     # -- attributes -------------------------------------------------------------------
 
@@ -466,12 +464,6 @@ def partition_of(mesh: Mesh, layout: Any, ndim: int | None = None) -> Any:
     dims = [placement.dim for placement in layout if hasattr(placement, "dim")]
     size = max([0, *(dim + 1 for dim in dims)]) if ndim is None else ndim
     return from_placements_hook.call(mesh, layout, (mesh.size,) * size, torch.float32).partition
-
-
-@Hook
-def mimebundle_hook(value: Any) -> dict[str, str]:
-    """`_repr_mimebundle_` of specs, programs and batches; set by `show/notebook.py`."""
-    raise NotImplementedError
 
 
 @Hook

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from fshard._util.errors import fail
+from fshard._util.notebook_view import NotebookView
 from fshard._util.text import below, bytes_text, columns, time_text
 from fshard.layout.mesh import Mesh, as_mesh
 from fshard.layout.partition_spec import PartitionSpec
@@ -48,7 +49,7 @@ MEMORY_PRICES = (0.0, *(10.0**power for power in range(-16, -7)))
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class Auto:
+class Auto(NotebookView):
     """Layouts that `fs.auto` chose, and the function partitioned with them.
 
     Called with arguments, it runs the partitioned function.

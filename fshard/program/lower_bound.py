@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from fshard._util.errors import raise_if
+from fshard._util.notebook_view import NotebookView
 from fshard.layout.spec import Spec
 from fshard.program.cost.rank_loads import add_vectors, union_ranks
 from fshard.program.cost.rank_overlap import Ranks, Vector, local_bytes, overlap_bytes
@@ -23,7 +24,7 @@ Move = tuple[Spec, Spec, torch.dtype | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
+class Bound(NotebookView):
     """Lower bounds of the busiest rank, for any program between two specs.
 
     Attributes:

@@ -12,10 +12,11 @@ import torch
 from fshard._torch.dynamo import run_uncompiled
 from fshard._util.errors import Problem, ShardingError, fail, raise_if
 from fshard._util.hooks import Hook
+from fshard._util.notebook_view import NotebookView
 from fshard._util.text import below, columns, folded
 from fshard._util.tracebacks import hide_frames
 from fshard.layout.partition_spec import LINEAR
-from fshard.layout.spec import DTYPE_NAMES, Spec, mimebundle_hook
+from fshard.layout.spec import DTYPE_NAMES, Spec
 from fshard.program.cost.model import Cost, step_time
 from fshard.program.cost.topology import Topology
 from fshard.program.cost.traffic import max_local_nbytes, traffic
@@ -36,7 +37,7 @@ OPTIONS = ("forward_dtype", "backward_dtype", "topology")
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
-class Program:
+class Program(NotebookView):
     """Sequence of steps from one spec to another, type-checked when it is built.
 
     `prog(local)` runs it and is differentiable: its backward pass runs `prog.T`.
@@ -361,9 +362,6 @@ class Program:
         """
         on = as_topology("Program.explain", topology, self.topology, (self.src.mesh, self.dst.mesh))
         return explain_program_hook.call(self, on)
-
-    def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
-        return mimebundle_hook.call(self)
 
 
 def _spec_texts(spec: Spec, other: object) -> tuple[str, str]:

@@ -207,7 +207,7 @@ def _scatter(member: _Member, dst: Spec, dim: int, op: str) -> Wire:
 
 def _permute(member: _Member, src: Spec, dst: Spec) -> Wire:
     group = member.group
-    to_index = _permutation(src.mesh, src.partition, dst.partition, member.axes, group)
+    to_index = permutation(src.mesh, src.partition, dst.partition, member.axes, group)
     index = group.index(member.rank)
     origin = to_index.index(index)
     sent_size, received_size = (
@@ -406,7 +406,7 @@ def _box_exchange(
 # -- permutations ---------------------------------------------------------------------
 
 
-def _permutation(
+def permutation(
     mesh: Mesh, before: PartitionSpec, after: PartitionSpec, axes: tuple[str, ...], group: Group
 ) -> tuple[int, ...]:
     """Return for each index in the group the index that its shard moves to.

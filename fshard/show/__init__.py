@@ -1,6 +1,6 @@
 """Text, pictures and tables of values; importing it sets the hooks of their `explain` methods.
 
-- `pictures`: `fs.visualize`
+- `pictures`: `fs.visualize`, of layouts, meshes and programs
 - `program_table`, `batch_table`, `partition_table`: `explain` of programs, batches and partitions
 - `roofline_table`, `memory_table`: the time and the memory of a partitioned step
 - `module_table`: the layouts of a distributed module
@@ -8,7 +8,7 @@
 - `progress_bar`: bytes that `fs.state.save` has written
 - `zero_stages`: bytes per rank of the stages of ZeRO
 - `table`: rows of text in plain text, rich and HTML
-- `notebook`: `_repr_mimebundle_` of specs, programs and batches
+- `notebook`: HTML of values
 """
 
 from fshard.show import memory_table as memory_table

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import textwrap
-from html.parser import HTMLParser
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from fshard.show.pictures.picture_grid import fit, slabs, view_of
 from fshard.show.pictures.shard_owners import holders_text, states_in_words
 from tests.helpers.spec_grid import peak_memory_below, random_global
 from tests.helpers.strategies import meshes, spec_pairs, specs
+from tests.show.html_pages import html_text
 
 P = fs.PartitionSpec
 MESH = fs.Mesh(dp=2, tp=4)
@@ -218,7 +219,7 @@ def test_every_rank_is_drawn_in_its_shard(drawn: fs.Spec) -> None:
                 text = " ".join(cell)
                 if row.index is None or column.index is None or "…" in text:
                     return
-                at = {**spans, view.row: row.span, view.column: column.span}
+                at: dict[Any, str] = {**spans, view.row: row.span, view.column: column.span}
                 for rank in map(int, "".join(c if c.isdigit() else " " for c in text).split()):
                     seen.append(rank)
                     index = [f"{s.start}:{s.stop}" for s in drawn.index(rank)]
@@ -371,9 +372,9 @@ def test_values_of_any_pair_fit_the_width(drawn: fs.Spec, width: int) -> None:
 
 
 def test_visualize_refuses_other_values() -> None:
-    with pytest.raises(fs.ShardingError, match=r"fs\.visualize\n  given: a Mesh\n"):
-        fs.visualize(MESH)  # type: ignore[arg-type]
-    with pytest.raises(fs.ShardingError, match=r"values=True for the layout f32\[8@tp\]"):
+    with pytest.raises(fs.ShardingError, match=r"fs\.visualize\n  given: a P"):
+        fs.visualize(P())  # type: ignore[call-overload]
+    with pytest.raises(fs.ShardingError, match=r"values=True for the Spec f32\[8@tp\]"):
         fs.visualize(spec(P("tp"), (8,)), values=True)
     with pytest.raises(fs.ShardingError, match=r"1 shards for Mesh\(dp=2, tp=4\)"):
         fs.visualize(((torch.zeros(8),), spec(P("tp"), (8,))))
@@ -384,36 +385,6 @@ def test_visualize_refuses_other_values() -> None:
 
 
 # -- notebooks and terminals ---------------------------------------------------------------
-
-
-class WellFormed(HTMLParser):
-    """Parser that raises if tags do not match, and keeps the text."""
-
-    VOID = ("br",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.said: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        assert tag not in ("script", "style", "link", "img"), "self-contained, inline styles only"
-        self.open += [] if tag in self.VOID else [tag]
-
-    def handle_endtag(self, tag: str) -> None:
-        assert tag in self.VOID or self.open.pop() == tag, tag
-
-    def handle_data(self, data: str) -> None:
-        self.said.append(data)
-
-
-def html_text(page: str) -> str:
-    """Return the text of well-formed HTML."""
-    parser = WellFormed()
-    parser.feed(page)
-    parser.close()
-    assert parser.open == []
-    return " ".join(parser.said)
 
 
 @settings(max_examples=60)

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from fshard._torch.operators import dereference, reference_of
+from fshard._util.notebook_view import NotebookView
 from fshard._util.text import bytes_text, folded, time_text
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import Kinds, PartitionSpec, chunk_sizes
@@ -29,7 +30,7 @@ from fshard.program.program import Program
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class Strategy:
+class Strategy(NotebookView):
     """One choice of layouts for one operation call, as `fs.propagate` returns it.
 
     Attributes:

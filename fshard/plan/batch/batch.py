@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 from fshard._torch.dynamo import skip_frames_below
 from fshard._util.errors import Problem, ShardingError, raise_if
 from fshard._util.hooks import Hook
+from fshard._util.notebook_view import NotebookView
 from fshard._util.text import below, columns, folded, plural
 from fshard._util.tracebacks import hide_frames
 from fshard.layout.mesh import Mesh
-from fshard.layout.spec import mimebundle_hook
 from fshard.layout.tree import TreeDef, flatten, paths, unflatten
 from fshard.plan.batch.coalesce import (
     Launch,
@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
-class Batch:
+class Batch(NotebookView):
     """Programs of the leaves of a tree, run as one: collectives of one kind are one launch.
 
     `fs.redistribute` of two trees of specs returns one. `batch(tree)` runs it on a tree of locals:
@@ -263,9 +263,6 @@ class Batch:
         return explain_batch_hook.call(
             self, as_topology("Batch.explain", topology, self.topology, self.meshes)
         )
-
-    def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
-        return mimebundle_hook.call(self)
 
 
 def _launch_lines(launches: Sequence[Launch], several_meshes: bool) -> list[str]:

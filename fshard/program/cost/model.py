@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from fshard._util.notebook_view import NotebookView
 from fshard._util.text import bytes_text, plural, time_text
 from fshard.layout.spec import Spec
 from fshard.program.cost.links import Link
@@ -31,7 +32,7 @@ from fshard.program.steps import (
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class Cost(NotebookView):
     """Estimated cost of one run of a program, or of several in turn.
 
     Attributes:

@@ -21,6 +21,7 @@ import torch
 
 from fshard._torch.dynamo import graph_constant
 from fshard._util.errors import Problem, fail, raise_if
+from fshard._util.notebook_view import NotebookView
 from fshard._util.text import rate_text, time_text
 from fshard.layout.mesh import Axes, Mesh, as_axes, as_mesh
 from fshard.program.cost.link_groups import switch_link, torus_link
@@ -31,7 +32,7 @@ from fshard.program.cost.topology_files import as_path, read_topology, topology_
 
 @graph_constant
 @dataclass(frozen=True, slots=True, weakref_slot=True)
-class Topology:
+class Topology(NotebookView):
     """Machine that programs are planned and costed for: seconds per byte, message and launch.
 
     Nodes of devices are joined by a network. Inside a node every device reaches every other one
@@ -298,11 +299,8 @@ class Topology:
         >>> fs.Topology.tpu_v5e((8, 4)).title
         'TPU v5e, grid 8x4, no ring along dim 0, 1'
         """
-        return Topology(
-            **tpu_fields(
-                "TPU v5e", sizes, 4.5e10, 8.1e11, 16, {"bfloat16": 197, "int8": 394}, host=8
-            )
-        )
+        rates = {"bfloat16": 197, "int8": 394}
+        return Topology(**tpu_fields("TPU v5e", sizes, 4.5e10, 8.1e11, 16, rates, host=8))
 
     @staticmethod
     def tpu_v6e(sizes: tuple[int, int] = (16, 16)) -> Topology:
@@ -315,11 +313,8 @@ class Topology:
         >>> fs.Topology.tpu_v6e().link(fs.Mesh(x=16, y=16), ("x", "y")).bandwidth
         360000000000.0
         """
-        return Topology(
-            **tpu_fields(
-                "TPU v6e", sizes, 9e10, 1.6e12, 32, {"bfloat16": 920, "int8": 1840}, host=8
-            )
-        )
+        rates = {"bfloat16": 920, "int8": 1840}
+        return Topology(**tpu_fields("TPU v6e", sizes, 9e10, 1.6e12, 32, rates, host=8))
 
     @staticmethod
     def cpu_host(processes: int = 8) -> Topology:

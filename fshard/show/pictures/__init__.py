@@ -1,9 +1,12 @@
-"""Pictures of layouts.
+"""Pictures of layouts, meshes and programs.
 
 - `visualize`: `fs.visualize`
 - `layout_picture`: the picture of a layout, with `picture_grid` and `picture_html`
 - `local_values`: values of locals in its cells
 - `shard_owners`: the ranks that hold each shard
+- `mesh_picture`: a mesh on its machine
+- `program_picture`: a program, with `rank_transfers`: bytes that ranks send to each other
+- `timeline`: bars on a time axis
 - `axis_marks`: colours and marks of mesh axes
 - `drawing`: lines of coloured text
 """

@@ -44,6 +44,7 @@ class Picture(Drawing):
         ranks: Ranks whose locals it was drawn from; empty for a spec.
         header: Line above the picture, "" for none.
         locals_of: Locals by rank whose values are shown, None for none.
+        names_mesh: False to leave the mesh out of the title.
 
     >>> import fshard as fs
     >>> picture = fs.visualize(fs.Spec(fs.Mesh(x=2), fs.P("x"), shape=(4,)))
@@ -55,11 +56,12 @@ class Picture(Drawing):
     ranks: tuple[int, ...] = ()
     header: str = ""
     locals_of: Mapping[int, torch.Tensor] | None = field(default=None, compare=False)
+    names_mesh: bool = True
 
     @property
     def title(self) -> str:
         """The layout and its mesh."""
-        return f"{self.spec} on {self.spec.mesh}"
+        return f"{self.spec} on {self.spec.mesh}" if self.names_mesh else str(self.spec)
 
     @property
     def notes(self) -> tuple[str, ...]:
