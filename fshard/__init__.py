@@ -21,6 +21,8 @@ from fshard.ops.trace.trace import constrain
 from fshard.partition.apply import apply, on_pairs
 from fshard.partition.auto import Auto, auto
 from fshard.partition.partition import Partition, partition
+from fshard.partition.step_cost.memory_timeline import StepMemory
+from fshard.partition.step_cost.roofline import Roofline
 from fshard.plan.batch.batch import Batch
 from fshard.plan.redistribute import redistribute
 from fshard.program import simplify as _simplify  # noqa: F401 - sets the hook of Program.simplify
@@ -55,7 +57,7 @@ from fshard.run.global_tensors import reshard, scatter, shard, unshard
 from fshard.run.transports.simulator import simulate
 from fshard.run.transports.torch_distributed import init
 from fshard.show.comm.comm_log import CommLog, comm_log
-from fshard.show.pictures.layout_picture import Picture
+from fshard.show.pictures.drawing import Picture
 from fshard.show.pictures.visualize import visualize
 from fshard.spmd.collectives.gather_scatter import all_gather, all_to_all, psum_scatter, pswapaxes
 from fshard.spmd.collectives.pcast import axis_index, axis_size, pcast
@@ -114,12 +116,14 @@ __all__ = [
     "ReducedToInvariant",
     "Remesh",
     "ReplicatedToUnreduced",
+    "Roofline",
     "Rule",
     "Sharded",
     "ShardedToUnreduced",
     "ShardingError",
     "Spec",
     "Step",
+    "StepMemory",
     "Strategy",
     "Topology",
     "Torus",
@@ -207,7 +211,6 @@ _publish(
         "LocalType": "fs.typeof",
         "Partition": "fs.partition",
         "Pending": "fs.start",
-        "Picture": "fs.visualize",
         "Strategy": "fs.propagate",
     },
 )

@@ -35,7 +35,8 @@ GROUPS = {
     "Collectives": "psum pmean pmax pmin pprod pargmax pargmin all_gather psum_scatter all_to_all "
     "pswapaxes ragged_all_to_all ppermute pshuffle pbroadcast pcast axis_index axis_size start",
     "Operations and functions for one device": "apply on_pairs propagate Strategy partition "
-    "Partition auto Auto constrain rule Rule Mode register_rule register_decomposition",
+    "Partition Roofline StepMemory auto Auto constrain rule Rule Mode register_rule "
+    "register_decomposition",
     "Operations with results of a stated size": "nonzero masked_select unique bincount",
     "Space, other systems, random numbers, state, tests, logs and errors": "domain interop random "
     "state testing comm_log "

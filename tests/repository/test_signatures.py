@@ -121,7 +121,7 @@ def test_type_errors_of_the_users_function_are_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    "cls", [fs.Auto, fs.CommLog, fs.LocalType, fs.Partition, fs.Pending, fs.Picture, fs.Strategy]
+    "cls", [fs.Auto, fs.CommLog, fs.LocalType, fs.Partition, fs.Pending, fs.Strategy]
 )
 def test_constructors_of_results_show_no_arguments(cls: Any) -> None:
     assert str(inspect.signature(cls)) == "(*_)"

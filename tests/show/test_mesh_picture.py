@@ -56,4 +56,4 @@ def test_own_links_are_named() -> None:
     wires = T.of({"x": fs.Link(latency=1e-6, bandwidth=1e9)})
     assert "a link of its own" in str(fs.visualize(fs.Mesh(x=2), topology=wires))
     with pytest.raises(fs.ShardingError, match="topology= for a Spec"):
-        fs.visualize(fs.Spec(fs.Mesh(x=2), fs.P(), shape=(2,)), topology=wires)  # type: ignore[call-overload]
+        fs.visualize(fs.Spec(fs.Mesh(x=2), fs.P(), shape=(2,)), topology=wires)

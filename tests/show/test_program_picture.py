@@ -7,7 +7,7 @@ from hypothesis import given, settings
 
 import fshard as fs
 from fshard.program.cost.traffic import traffic
-from fshard.show.pictures.program_picture import MAX_MATRIX
+from fshard.show.pictures.program_picture import MAX_MATRIX, ProgramPicture
 from fshard.show.pictures.rank_transfers import program_transfers
 from tests.helpers.strategies import spec_pairs
 from tests.show.html_pages import html_text
@@ -38,6 +38,7 @@ def test_pictures_of_any_program(pair: tuple[fs.Spec, fs.Spec]) -> None:
     """Bars add up to the cost; lines fit 80 and 120 columns; pages are well-formed."""
     prog = fs.redistribute(*pair)
     picture = fs.visualize(prog, topology=fs.Topology.cluster(2))
+    assert isinstance(picture, ProgramPicture)
     cost = prog.cost(fs.Topology.cluster(2))
     assert sum(bar.end - bar.start for bar in picture.bars) == pytest.approx(cost.time, abs=1e-10)
     for width in (80, 120):
@@ -66,6 +67,7 @@ bytes from each rank (rows) to each other one (columns)
 def test_large_and_empty_programs_are_drawn() -> None:
     src = fs.Spec(fs.Mesh(x=256, y=256), P("x", "y"), shape=(4096, 4096))
     gathered = fs.visualize(fs.redistribute(src, src.replace(partition=P())))
+    assert isinstance(gathered, ProgramPicture)
     assert len(gathered.ranks) == MAX_MATRIX
     assert "8 of 65,536 ranks" in str(gathered)
     swapped = fs.redistribute(src, src.replace(partition=P("y", "x")))

@@ -88,7 +88,12 @@ class Roofline:
     dtype: torch.dtype = torch.float32
 
     def of(self, kind: str | None = None, phase: str | None = None) -> tuple[StepEvent, ...]:
-        """Return the events of a kind and a phase; None stands for all."""
+        """Return the events of a kind and a phase.
+
+        Args:
+            kind: "compute" or "communication", None for both.
+            phase: "forward", "backward" or "recompute", None for all.
+        """
         return tuple(
             event for event in self.events
             if kind in (None, event.kind) and phase in (None, event.phase)

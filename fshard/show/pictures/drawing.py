@@ -1,4 +1,4 @@
-"""`Drawing`: lines of coloured text, for terminals, rich and notebooks."""
+"""`Picture`: lines of coloured text, for terminals, rich and notebooks."""
 
 from __future__ import annotations
 
@@ -95,10 +95,19 @@ def line_text(line: Line) -> str:
     return "".join(span.text for span in line)
 
 
-class Drawing:
-    """Base of values that are drawn as lines; `str` is 80 columns wide, rich adds colours.
+class Picture:
+    """Picture of a value; `str` is 80 columns wide, rich adds colours, notebooks show HTML.
 
-    Subclasses define `lines`.
+    Subclasses define `lines` and `plot`.
+
+    >>> import fshard as fs
+    >>> print(fs.visualize(fs.Mesh(x=2)))
+    Mesh(x=2)
+    ● x=2
+                x=0                      x=1
+     ┌────────────────────────┬────────────────────────┐
+     │           0            │           1            │
+     └────────────────────────┴────────────────────────┘
     """
 
     __slots__ = ()
@@ -121,6 +130,20 @@ class Drawing:
         lines = "\n".join("".join(span.html for span in line) for line in self.lines(110))
         return (f'<pre style="{MONO};font-size:12.5px;line-height:1.25;margin:4px 0;'
                 f'background:transparent;color:inherit">{lines}</pre>')  # fmt: skip
+
+    def plot(self, axes: Any = None) -> Any:
+        """Draw the picture with matplotlib, which the extra `notebook` installs.
+
+        Args:
+            axes: The `matplotlib.axes.Axes` to draw into; None draws into those of a new `Figure`.
+
+        Returns:
+            The `Axes`; `axes.figure.savefig(path)` writes a file.
+
+        Raises:
+            ShardingError: If matplotlib is missing.
+        """
+        raise NotImplementedError
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
         from rich.text import Text

@@ -1,10 +1,11 @@
-"""`Picture`: the layout of a tensor, in plain text, in a terminal and in a notebook."""
+"""`LayoutPicture`: the layout of a tensor, in plain text, in a terminal and in a notebook."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -12,7 +13,7 @@ from fshard._util.text import WIDTH, bytes_text, listing
 from fshard.layout.spec import DTYPE_NAMES, Spec
 from fshard.program.cost.traffic import max_local_nbytes
 from fshard.show.pictures.axis_marks import coordinate_spans, legend
-from fshard.show.pictures.drawing import Drawing, Line, TextSpan, flow, plain, side_by_side
+from fshard.show.pictures.drawing import Line, Picture, TextSpan, flow, plain, side_by_side
 from fshard.show.pictures.local_values import values_text
 from fshard.show.pictures.picture_grid import (
     CellText,
@@ -24,6 +25,7 @@ from fshard.show.pictures.picture_grid import (
     view_of,
 )
 from fshard.show.pictures.picture_html import picture_html
+from fshard.show.pictures.plots import plot_layout
 from fshard.show.pictures.shard_owners import (
     coords_text,
     equations,
@@ -36,8 +38,8 @@ GAP = 2
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Picture(Drawing):
-    """Picture of a layout; `str` is 80 columns wide, rich adds colours, notebooks show HTML.
+class LayoutPicture(Picture):
+    """LayoutPicture of a layout; `str` is 80 columns wide, rich adds colours, notebooks show HTML.
 
     Attributes:
         spec: The layout.
@@ -89,6 +91,10 @@ class Picture(Drawing):
         if 0 not in self.spec.shape:
             lines += _grids(self.spec, width, self.cell_text)
         return lines + [line for note in self.notes for line in plain(note, width)]
+
+    def plot(self, axes: Any = None) -> Any:
+        """Draw the picture with matplotlib and return its `Axes`."""
+        return plot_layout(self.spec, self.header or self.title, axes)
 
     def html(self) -> str:
         """Return self-contained HTML with inline styles, readable on light and dark pages."""

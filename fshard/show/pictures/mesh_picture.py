@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from fshard._util.errors import ShardingError
 from fshard._util.text import WIDTH, columns, rate_text, time_text
@@ -17,8 +18,8 @@ from fshard.program.cost.links import Torus, own_link
 from fshard.program.cost.topology import Topology
 from fshard.show.pictures.axis_marks import axis_colour, axis_mark, axis_spans, coordinate_spans
 from fshard.show.pictures.drawing import (
-    Drawing,
     Line,
+    Picture,
     TextSpan,
     flow,
     line_text,
@@ -26,13 +27,14 @@ from fshard.show.pictures.drawing import (
     side_by_side,
 )
 from fshard.show.pictures.picture_grid import draw, fit, slabs
+from fshard.show.pictures.plots import plot_layout
 
 MAX_NODES, MAX_RANKS, MAX_SIDE, MAX_SLABS = 6, 16, 8, 3
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class MeshPicture(Drawing):
-    """Picture of a mesh: its axes, the links that they run on, and where its ranks are.
+class MeshPicture(Picture):
+    """LayoutPicture of a mesh: its axes, the links that they run on, and where its ranks are.
 
     Attributes:
         mesh: The mesh.
@@ -67,13 +69,22 @@ class MeshPicture(Drawing):
             return lines + _torus(mesh, topology.inner, width)
         return lines + list(_nodes(mesh, topology.node_size or mesh.size, width))
 
+    def plot(self, axes: Any = None) -> Any:
+        """Draw the ranks by their coordinates with matplotlib and return its `Axes`."""
+        return plot_layout(_coordinates(self.mesh), self.header or str(self.mesh), axes)
+
 
 # -- without a machine ----------------------------------------------------------------------
 
 
+def _coordinates(mesh: Mesh) -> Spec:
+    """Return a layout with a dim for each axis, and one shard for each rank."""
+    return Spec(mesh, PartitionSpec(*mesh.axes), shape=mesh.sizes)
+
+
 def _coordinate_grids(mesh: Mesh, width: int) -> list[Line]:
-    """Return the ranks by their coordinates: a layout with one shard for each rank."""
-    spec = Spec(mesh, PartitionSpec(*mesh.axes), shape=mesh.sizes)
+    """Return the ranks by their coordinates."""
+    spec = _coordinates(mesh)
     lines: list[Line] = []
     for slab in slabs(spec):
         if slab is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 from dataclasses import dataclass
+from typing import Any
 
 from fshard._util.text import WIDTH
 from fshard.program.cost.model import copy_passes, step_link, step_time
@@ -13,14 +14,15 @@ from fshard.program.program import Program, wire_specs
 from fshard.program.steps import CollectivePermute, Exchange
 from fshard.show.pictures.drawing import (
     MONO,
-    Drawing,
     Line,
+    Picture,
     TextSpan,
     line_text,
     plain,
     side_by_side,
 )
-from fshard.show.pictures.layout_picture import Picture
+from fshard.show.pictures.layout_picture import LayoutPicture
+from fshard.show.pictures.plots import plot_bars
 from fshard.show.pictures.rank_transfers import Transfers, program_transfers
 from fshard.show.pictures.timeline import Bar, timeline_html, timeline_lines
 
@@ -33,8 +35,8 @@ SHADES = ("", "#d6ecfa", "#abd9f4", "#80c6ee", "#56b4e9")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class ProgramPicture(Drawing):
-    """Picture of a program: both layouts, a bar for each step, and a matrix of bytes.
+class ProgramPicture(Picture):
+    """LayoutPicture of a program: both layouts, a bar for each step, and a matrix of bytes.
 
     Rows of the matrix are senders, columns receivers. Rings and trees pass on the same bytes
     through other ranks.
@@ -107,6 +109,10 @@ class ProgramPicture(Drawing):
     def _count(self) -> int:
         return len({*self.prog.src.mesh.ranks, *self.prog.dst.mesh.ranks})
 
+    def plot(self, axes: Any = None) -> Any:
+        """Draw the timeline with matplotlib and return its `Axes`."""
+        return plot_bars(self.bars, self.header or self.prog.ends, axes)
+
     def html(self) -> str:
         """Return self-contained HTML with inline styles, readable on light and dark pages."""
         titles = [self.header, f"{self.prog.ends}, topology {self.topology.title}"]
@@ -126,10 +132,10 @@ class ProgramPicture(Drawing):
                 f'background:transparent;color:inherit">{matrix}</pre></div>')  # fmt: skip
 
 
-def _end_pictures(prog: Program) -> list[Picture]:
+def _end_pictures(prog: Program) -> list[LayoutPicture]:
     """Return the pictures of both layouts."""
     several = prog.src.mesh != prog.dst.mesh
-    return [Picture(spec, names_mesh=several) for spec in (prog.src, prog.dst)]
+    return [LayoutPicture(spec, names_mesh=several) for spec in (prog.src, prog.dst)]
 
 
 def _before_and_after(prog: Program, width: int) -> list[Line]:

@@ -11,12 +11,22 @@ from fshard.show.pictures.axis_marks import PALETTE
 from fshard.show.pictures.drawing import DARK, Line, TextSpan, flow
 
 KINDS = {
-    "compute": ("█", PALETTE[0]),
+    "forward": ("█", PALETTE[0]),
+    "backward": ("▄", PALETTE[5]),
+    "recompute": ("▀", PALETTE[3]),
     "latency": ("░", PALETTE[4]),
     "bytes": ("▓", PALETTE[1]),
     "copies": ("▒", PALETTE[2]),
 }
 """Glyph and colour of each kind of bar."""
+_WHITE = "rgba(255,255,255,.55)"
+PATTERNS = {
+    "backward": f"repeating-linear-gradient(0deg,{_WHITE} 0 2px,transparent 2px 8px)",
+    "recompute": f"repeating-linear-gradient(90deg,{_WHITE} 0 2px,transparent 2px 8px)",
+    "latency": f"repeating-linear-gradient(45deg,{_WHITE} 0 3px,transparent 3px 6px)",
+    "copies": f"radial-gradient({_WHITE} 1.5px,transparent 2px);background-size:6px 6px",
+}
+"""Patterns of the boxes in HTML, which tell kinds apart without colours."""
 LABEL, TRACK = 32, 480
 """Columns of a label at most, and pixels of the time axis."""
 
@@ -28,7 +38,8 @@ class Bar:
     Attributes:
         lane: The row that it is drawn in.
         label: A text about it.
-        kind: "compute", "latency" (launches, messages and rounds), "bytes" (on links) or "copies".
+        kind: "forward", "backward" or "recompute" (of computation), "latency" (launches, messages
+            and rounds), "bytes" (on links) or "copies".
         start: Seconds from the start.
         end: Seconds from the start.
     """
@@ -127,14 +138,9 @@ def timeline_html(bars: Sequence[Bar]) -> str:
 
 
 def _box(place: str, kind: str, title: str = "") -> str:
-    """Return a box in the colour of a kind of bar; latency is striped, copies are dotted."""
-    white = "rgba(255,255,255,.55)"
-    pattern = {
-        "latency": f";background-image:repeating-linear-gradient(45deg,{white} 0 3px,transparent "
-        "3px 6px)",
-        "copies": f";background-image:radial-gradient({white} 1.5px,transparent 2px);"
-        "background-size:6px 6px",
-    }
-    style = f"{place};background-color:{KINDS[kind][1]}{pattern.get(kind, '')};color:{DARK}"
+    """Return a box in the colour and the pattern of a kind of bar."""
+    image = PATTERNS.get(kind, "")
+    pattern = f";background-image:{image}" if image else ""
+    style = f"{place};background-color:{KINDS[kind][1]}{pattern};color:{DARK}"
     hint = f' title="{html.escape(title, quote=True)}"' if title else ""
     return f'<span{hint} style="{style}"></span>'
