@@ -8,6 +8,7 @@
 - `sharded_attention`: attention over a sharded sequence; `ring_attention` on the locals of a rank,
   `block_attention` with one block of keys, `ring_strategy` in partitioned functions.
 - `context_parallel`: attention of a function or module as rings, in a body.
+- `neighborhood_attention`: attention to the neighborhood of each query.
 - `neighbours`: nearest neighbours, and all within a radius.
 - `load_balance`: shard sizes of equal weight; `weighted_moments`: weighted mean and variance.
 - `ring_layouts`: layouts of operands that stay and of those that move.
@@ -19,6 +20,7 @@ from fshard.domain import ring_strategy as _ring_strategy  # noqa: F401 - regist
 from fshard.domain.context_parallel import context_parallel
 from fshard.domain.halos import halo_exchange, halo_reduce
 from fshard.domain.load_balance import balance
+from fshard.domain.neighborhood_attention import na1d, na2d, na3d
 from fshard.domain.neighbours import knn, radius_search
 from fshard.domain.sharded_attention import scaled_dot_product_attention, zigzag_order
 from fshard.domain.weighted_moments import weighted_mean, weighted_var_mean
@@ -54,7 +56,7 @@ __all__ = [
     "adaptive_avg_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d",
     "avg_pool1d", "avg_pool2d", "avg_pool3d", "balance", "context_parallel", "conv1d", "conv2d",
     "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "fold", "halo_exchange",
-    "halo_reduce", "interpolate", "knn", "max_pool1d", "max_pool2d", "max_pool3d", "pad",
-    "radius_search", "ring_fold", "scaled_dot_product_attention", "unfold", "weighted_mean",
-    "weighted_var_mean", "window_plan", "zigzag_order",
+    "halo_reduce", "interpolate", "knn", "max_pool1d", "max_pool2d", "max_pool3d", "na1d",
+    "na2d", "na3d", "pad", "radius_search", "ring_fold", "scaled_dot_product_attention", "unfold",
+    "weighted_mean", "weighted_var_mean", "window_plan", "zigzag_order",
 ]  # fmt: skip

@@ -45,6 +45,9 @@ class Window:
     to `length`; an empty shard has none; the window of a shard has all positions that exist of
     those that its elements read, and no smaller interval has.
 
+    With the boundary "shifted", positions beyond an end are read `period` further inside: the
+    intervals at the ends keep their lengths, as those of neighborhood attention do.
+
     Args:
         name: The factor.
         of: The factor that is read.
@@ -57,6 +60,7 @@ class Window:
             middle of its interval.
         per: Divisor of the positions.
         boundary: Values beyond the ends: zeros are not read; the others are elements of the dim.
+        period: Distance by which positions beyond the ends are shifted, with that boundary.
 
     >>> window = Window("o", "h", 8, 16, step=2, low=-1, high=1)  # kernel 3, stride 2, padding 1
     >>> window.sizes((9, 7)), window.windows((9, 7))
@@ -73,6 +77,7 @@ class Window:
     anchor: int | None = None
     per: int = 1
     boundary: str = "zeros"
+    period: int = 0
 
     def __len__(self) -> int:
         return self.length
@@ -111,13 +116,18 @@ class Window:
             return Reach(first, end)
         low, high = min(max(first, 0), size), min(max(end, 0), size)
         if self.boundary != "zeros" and size:
-            at = reflected if self.boundary == "reflect" else clamped
             outside = [*range(first, min(end, 0)), *range(max(first, size), end)]
-            positions = [at(position, size) for position in outside]
+            positions = [self._inside(position) for position in outside]
             if low < high:
                 positions += [low, high - 1]
             return Reach(min(positions), max(positions) + 1, *beyond)
         return Reach(low, max(low, high), *beyond)
+
+    def _inside(self, position: int) -> int:
+        """Return the element of the dim that a position beyond its ends reads."""
+        if self.boundary == "shifted":
+            return position + (self.period if position < 0 else -self.period)
+        return (reflected if self.boundary == "reflect" else clamped)(position, self.size)
 
     def windows(self, shard_sizes: Sequence[int]) -> tuple[tuple[int, int], ...]:
         """Return start and stop of the positions that each shard's elements read."""

@@ -37,6 +37,15 @@ def errors_on_rank() -> dict[str, float]:
         pair = getattr(fs.domain, name)(fs.shard(x, spec), *tensors[1:], *args, **options)
         errors[name] = difference(fs.unshard(pair), getattr(F, name)(*tensors, *args, **options),
                                   tensors)  # fmt: skip
+    queries = [torch.randn(1, 9, 7, 2, 3, dtype=F64, requires_grad=True) for _ in range(3)]
+    rows = Spec(mesh, P(None, "h", "w"), shape=queries[0].shape, dtype=F64,
+                sizes={1: SIZES[2], 2: SIZES[3]})  # fmt: skip
+    na2d: Any = fs.domain.na2d
+    attended = fs.unshard(
+        na2d(*[fs.shard(q, rows) for q in queries], (3, 5), is_causal=(True, False))
+    )
+    expected = na2d(*queries, (3, 5), is_causal=(True, False))
+    errors["na2d"] = difference(attended, expected, queries)
     model, batch = unet(), image(12, 8)
     batch_spec = Spec(mesh, P(None, None, "h", "w"), shape=batch.shape, dtype=F64,
                       sizes={2: (5, 7), 3: (2, 6)})  # fmt: skip
@@ -55,5 +64,5 @@ def difference(actual: torch.Tensor, expected: torch.Tensor, inputs: list[torch.
 
 def test_four_processes() -> None:
     for errors in run_ranks(4, errors_on_rank):
-        assert {*errors} == {*CALLS, "UNet"}
+        assert {*errors} == {*CALLS, "na2d", "UNet"}
         assert max(errors.values()) < 1e-9, errors

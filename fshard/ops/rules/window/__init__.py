@@ -7,6 +7,8 @@
 - `unfolding`: im2col and col2im;
 - `shifts`: roll, and unfold along a dim;
 - `grids`: grid_sample, affine_grid;
+- `neighborhoods`: neighborhood attention, an operation of fshard;
+- `neighborhood_blocks`: its computation on one rank;
 - `window_dims`: factors, windows and local spans of spatial dims;
 - `taps`: local weighted sums of a few elements along a dim.
 """
