@@ -248,7 +248,7 @@ class Neighborhoods(Attended):
 
 
 @dataclass(frozen=True, slots=True)
-class _Block(Attended):
+class _AttendedBlock(Attended):
     """Neighborhood attention of a block of queries to the keys that they read."""
 
     sides: tuple[Side, ...]
@@ -292,7 +292,7 @@ class _LocalNeighborhoods:
                       side.causal)
             for part, side in zip(parts, self.sides, strict=True)
         ]  # fmt: skip
-        block = _Block(tuple(sides), args[-1])
+        block = _AttendedBlock(tuple(sides), args[-1])
         if not self.query:
             return block(*args[:3])
         return list(apply_function(_AttendBackward, block, *args[:4]))
