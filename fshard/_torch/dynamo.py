@@ -24,7 +24,7 @@ from torch.utils._pytree import (
 
 __all__ = [
     "PytreeNode", "call_in_graph", "call_while_tracing", "compiler_of",
-    "graph_constant", "one_node",
+    "graph_constant", "last_graph_of", "one_node",
     "register_pytree_node", "registered_node", "run_uncompiled", "skip_frame", "skip_frames_below",
     "tree_flatten", "tree_map", "tree_unflatten", "without_compiler",
 ]  # fmt: skip
@@ -130,6 +130,15 @@ def without_compiler() -> Iterator[None]:
             _STANCES.pop()
             if not _STANCES:
                 eval_frame._stance = first
+
+
+def last_graph_of() -> int | None:
+    """Return the limit of a function's graphs while its last one is traced, else None."""
+    compile_id = torch._guards.CompileContext.current_compile_id()
+    if compile_id is None or compile_id.frame_compile_id is None:
+        return None
+    limit: int = torch._dynamo.config.recompile_limit
+    return limit if compile_id.frame_compile_id + 1 == limit else None
 
 
 def call_in_graph(wrapper: Callable[..., Any], fn: Callable[..., Any], *args: Any) -> Any:

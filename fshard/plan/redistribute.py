@@ -9,6 +9,7 @@ from typing import Any, overload
 
 import torch
 
+from fshard._torch.dynamo import skip_frames_below
 from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import Problem, fail, raise_if
 from fshard.layout.spec import Spec
@@ -52,6 +53,7 @@ def redistribute(
     forward_dtype: torch.dtype | None = ..., backward_dtype: torch.dtype | None = ...,
     bucket_bytes: int | None = ...,
 ) -> Batch: ...  # fmt: skip
+@skip_frames_below("fs.redistribute plans outside of graphs; fs.reshard is a part of them")
 def redistribute(
     src: Any,
     dst: Any,

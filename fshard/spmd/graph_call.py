@@ -27,7 +27,7 @@ from fshard._torch.dynamo import (
 from fshard._torch.memory import unaliased_all
 from fshard.layout.sharded import Sharded
 from fshard.layout.spec import Spec
-from fshard.run.graphs.graph_node import graph_node, with_integer_sizes
+from fshard.run.graphs.graph_node import graph_node, warn_last_graph, with_integer_sizes
 from fshard.run.transports.base import current_transport, is_simulated
 from fshard.spmd.axis_env import GRAPH_AXES, BoundAxes, current_axes, current_tracker
 from fshard.spmd.tracking.typed_body import (
@@ -148,8 +148,10 @@ def planned(
     leaves = tree_flatten((args, kwargs, function.in_specs, function.out_specs), _has_sizes)[0]
     trees = args, kwargs, *others
     on_rank = current_transport() is not None and not is_simulated()
-    is_symbolic = on_rank and not any(map(_has_sizes, leaves))
-    return trees if is_symbolic else tree_map(with_integer_sizes, trees)
+    if on_rank and not any(map(_has_sizes, leaves)):
+        return trees
+    warn_last_graph()
+    return tuple(tree_map(with_integer_sizes, trees))
 
 
 def _run_typed(

@@ -101,21 +101,42 @@ def partitioned_block() -> Times:
     return times
 
 
+def sized_calls() -> dict[str, Callable[[torch.Tensor], Any]]:
+    """Return calls on tensors of any even number of rows, by kind."""
+
+    def mapped(check: bool) -> Any:
+        body = lambda x: fs.psum(x.sin(), "i")  # noqa: E731
+        return fs.shard_map(body, mesh=MESH, in_specs=P("i"), out_specs=P(), check=check)
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        pair = fs.shard(x, MESH, P("i"))
+        target = pair.spec.replace(partition=P(None, "i"))
+        y: torch.Tensor = fs.redistribute(pair.spec, target)(pair.local)
+        return y
+
+    checked, unchecked = mapped(True), mapped(False)
+    part = fs.partition(torch.sin, mesh=MESH, in_specs=(P("i"),))
+    on_pairs = fs.local_map(torch.sin, in_specs=None, out_specs=P("i"))
+    return {
+        "collectives": lambda x: fs.all_gather(fs.psum(x, "i", mesh=MESH), "i", mesh=MESH),
+        "mapped tensors": checked,
+        "mapped tensors, unchecked": unchecked,
+        "mapped pairs": lambda x: on_pairs(fs.shard(x, MESH, P("i"))).local,
+        "shard and unshard": lambda x: fs.unshard(fs.shard(x, MESH, P("i"))),
+        "reshard": lambda x: fs.reshard(fs.shard(x, MESH, P("i")), P(None, "i")).local,
+        "program": program,
+        "apply": lambda x: fs.apply(torch.sin, fs.shard(x, MESH, P("i"))).local,
+        "partitioned tensors": part,
+        "partitioned pairs": lambda x: part(fs.shard(x, MESH, P("i"))).local,
+    }
+
+
 def graphs_of_ten_sizes() -> Counts:
     """Return the numbers of graphs of ten sizes, by `dynamic=None` and `dynamic=True`."""
     fs.init(MESH)
-    mapped = fs.shard_map(
-        lambda x: fs.psum(x.sin(), "i"), mesh=MESH, in_specs=P("i"), out_specs=P()
-    )
-    part = fs.partition(torch.sin, mesh=MESH, in_specs=(P("i"),))
-    functions: dict[str, Callable[..., Any]] = {
-        "collectives": lambda x: fs.all_gather(fs.psum(x, "i", mesh=MESH), "i", mesh=MESH),
-        "mapped tensors": mapped,
-        "redistributed pairs": lambda x: fs.reshard(fs.shard(x, MESH, P("i")), P(None, "i")).local,
-        "partitioned pairs": lambda x: part(fs.shard(x, MESH, P("i"))).local,
-    }
+    torch._dynamo.config.recompile_limit = 16  # that of PyTorch, 8, would end the count
     counts: Counts = {}
-    for name, fn in functions.items():
+    for name, fn in sized_calls().items():
         for dynamic in (None, True):
             torch._dynamo.reset()
             counters = torch._dynamo.utils.counters

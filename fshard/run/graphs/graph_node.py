@@ -8,6 +8,7 @@ of a rank has such graphs: in a simulation, which runs all ranks, a graph ends b
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
@@ -17,6 +18,7 @@ import torch
 from fshard._torch.dynamo import (
     call_while_tracing,
     graph_constant,
+    last_graph_of,
     one_node,
     run_uncompiled,
     skip_frames_below,
@@ -60,6 +62,8 @@ def graph_node(
 
     @call_while_tracing  # the tracer then reads what it has put into the list
     def create() -> None:
+        if not symbolic:
+            warn_last_graph()
         if is_simulated() or current_transport() is None:
             created.clear()
         elif not created:
@@ -83,6 +87,19 @@ def graph_node(
         return fn(*args, **kwargs)
 
     return call
+
+
+def warn_last_graph() -> None:
+    """Warn in the last graph of a function if it has a spec: calls with others run uncompiled."""
+    limit = last_graph_of()
+    if limit is not None:
+        warnings.warn(
+            f"the last of {limit} graphs of a function whose pairs, programs or partitioned calls "
+            "have specs: a graph holds for its specs, and calls with others run uncompiled from "
+            "here on (with fullgraph=True they raise). Sizes of tensors that are arguments of "
+            "fs.shard_map need no graph each; torch._dynamo.config.recompile_limit allows more",
+            stacklevel=2,
+        )
 
 
 def _wrap(x: Any) -> Any:

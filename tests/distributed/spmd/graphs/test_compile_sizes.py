@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -158,6 +159,35 @@ def test_each_spec_is_a_graph() -> None:
         for differences, graphs in results:
             assert max(differences) < 1e-10
             assert graphs == 3
+
+
+def run_beyond_the_limit() -> list[tuple[list[str], float]]:
+    fs.init(MESH)
+
+    def planned(x: torch.Tensor) -> torch.Tensor:
+        pair = fs.shard(x, MESH, P("i"))
+        y: torch.Tensor = fs.redistribute(pair.spec, pair.spec.replace(partition=P()))(pair.local)
+        return y
+
+    on_pairs = fs.local_map(torch.sin, in_specs=None, out_specs=P("i"))
+    mapped = lambda x: fs.unshard(on_pairs(fs.shard(x, MESH, P("i")))).asin()  # noqa: E731
+    results = []
+    for fn in (planned, mapped):
+        torch._dynamo.reset()
+        compiled = torch.compile(fn, backend="eager", dynamic=True, recompile_limit=2)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            differences = [(compiled(x) - x).abs().max().item() for x in map(rows, (4, 6, 8))]
+        texts = [str(w.message) for w in caught if "the last of 2 graphs" in str(w.message)]
+        results.append((texts, max(differences)))
+    return results
+
+
+def test_the_last_graph_that_the_limit_allows_warns() -> None:
+    for results in run_ranks(2, run_beyond_the_limit, timeout=100):
+        for texts, difference in results:
+            assert "torch._dynamo.config.recompile_limit allows more" in texts[0]
+            assert difference < 1e-12
 
 
 def run_indivisible() -> str:
