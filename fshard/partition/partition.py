@@ -163,21 +163,22 @@ class Partition:
         count = plural(sum(map(len, self._calls.values())), "signature")
         return f"fs.partition({name_of(self.fn)}) on {self.mesh}, planned for {count}"
 
-    def explain(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a table of a call's operations, their layouts, and the bytes sent each way.
+    def explain(self, *args: Any, only: str | None = None, **kwargs: Any) -> Any:
+        """Return tables of a call's operations: layouts and bytes sent, FLOPs and times.
 
         Args:
             *args: arguments as of `trace`; without any, the last new kind of call is explained.
+            only: "layouts", "compute" or "communication" for a table of these alone. A function
+                with a parameter of that name is explained by `trace(...).explain(only=...)`.
             **kwargs: arguments by name.
 
         To see why an operation gathers, call `fs.propagate(op, *specs)` with the specs above its
         row, and read `.alternatives`; the choice is made in `ops/propagate/select.py`.
         """
         if args or kwargs:
-            return self.trace(*args, **kwargs).explain()
-        return self._last_call(
-            "explain()", "explain(*args), with pairs, tensors or specs"
-        ).explain()
+            return self.trace(*args, **kwargs).explain(only=only)
+        call = self._last_call("explain()", "explain(*args), with pairs, tensors or specs")
+        return call.explain(only=only)
 
     @property
     def graph(self) -> fx.GraphModule:

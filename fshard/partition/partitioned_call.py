@@ -240,16 +240,20 @@ class PartitionedCall:
             self._graphs[rank] = run_lines.rank_graph(self.schedule, rank, self._inputs, outputs)
         return self._graphs[rank]
 
-    def explain(self, topology: Topology | None = None) -> Any:
-        """Return a table of every operation's layout, and of the bytes sent forward and backward.
+    def explain(self, topology: Topology | None = None, *, only: str | None = None) -> Any:
+        """Return tables of every operation's layout and bytes, and of its FLOPs and time.
 
-        It prints as text, in color in a terminal, and as HTML in a notebook.
+        They print as text, in color in a terminal, and as HTML in a notebook.
 
         Args:
-            topology: the topology to cost programs on; None is the one they were planned on.
+            topology: the topology to cost the step on; None is the one it was planned on.
+            only: "layouts", "compute" or "communication" for a table of these alone.
+
+        Raises:
+            ShardingError: for another `only`.
         """
         on = as_topology("explain", topology, self._topology, (self.mesh,))
-        return explain_partitioned_hook.call(self, on)
+        return explain_partitioned_hook.call(self, on, only)
 
     def __str__(self) -> str:
         return str(self.explain())
@@ -405,6 +409,6 @@ class PartitionedCall:
 
 
 @Hook
-def explain_partitioned_hook(call: PartitionedCall, topology: Topology) -> Any:
+def explain_partitioned_hook(call: PartitionedCall, topology: Topology, only: str | None) -> Any:
     """`PartitionedCall.explain`; set by `show/partition_table.py`."""
     raise NotImplementedError

@@ -7,6 +7,7 @@
 - `comm`: `fs.comm_log`, the collectives that ran
 - `progress_bar`: bytes that `fs.state.save` has written
 - `zero_stages`: bytes per rank of the stages of ZeRO
+- `folding`: equal layers as one block of rows
 - `table`: rows of text in plain text, rich and HTML
 - `notebook`: HTML of values
 """

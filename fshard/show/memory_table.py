@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 
 from fshard._util.text import bytes_text, percent_text, time_text
@@ -45,7 +46,7 @@ def memory_table(memory: StepMemory) -> Table:
       8.00 MiB temporary: tanh
       4.00 MiB temporary: matmul
     """
-    first, peak, last = memory.start, memory.peak_point.held, memory.timeline[-1].held
+    first, peak, last = memory.timeline[0].held, memory.peak_point.held, memory.timeline[-1].held
     rows: list[Row] = []
     for index, name in enumerate(CATEGORIES):
         if peak[index] or first[index] or last[index]:
@@ -69,7 +70,8 @@ def _notes(memory: StepMemory) -> list[str]:
     sizes: Counter[tuple[str, str]] = Counter()
     for value in memory.values:
         if value.category not in ("parameters", "arguments"):
-            sizes[value.place or value.name, value.category] += value.nbytes
+            place = os.path.basename(value.place)
+            sizes[f"{value.name} {place}".strip(), value.category] += value.nbytes
     shown = sizes.most_common(MAX_VALUES)
     notes += [f"  {bytes_text(nbytes)} {category}: {name}" for (name, category), nbytes in shown]
     rest = len(sizes) - len(shown)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from fshard._util.errors import ShardingError
-from fshard._util.text import bytes_text, plural, time_text
+from fshard._util.errors import ShardingError, fail
+from fshard._util.text import WIDTH, bytes_text, plural, time_text
 from fshard.layout.spec import Spec
 from fshard.partition.ir import (
     BeginCheckpoint,
@@ -27,12 +28,15 @@ from fshard.partition.ir import (
     specs_text,
 )
 from fshard.partition.partitioned_call import PartitionedCall, explain_partitioned_hook
+from fshard.partition.step_cost.roofline import COMMUNICATION, COMPUTE, Roofline
 from fshard.program.cost.topology import Topology
 from fshard.program.program import Program
 from fshard.program.steps import AllGather
 from fshard.run.transports.shape_only import RecordedCollective
+from fshard.show.folding import repetitions, without_number
 from fshard.show.table import Column, Row, Table
 
+KINDS = (COMPUTE, COMMUNICATION)
 MAX_GATHERED = 4
 """Most gathered arguments that get a note."""
 COLUMNS = (
@@ -41,9 +45,83 @@ COLUMNS = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True, repr=False)
+class PartitionExplanation:
+    """Tables of a call's layouts and of its times; prints as text, in rich and as HTML.
+
+    Attributes:
+        layouts: The layouts of arguments and operations, and the bytes that are sent and saved.
+        times: FLOPs, bytes and times of a step (`Roofline.table`); None if they are unknown.
+    """
+
+    layouts: Table
+    times: Table | None
+
+    @property
+    def tables(self) -> tuple[Table, ...]:
+        """The tables that are known."""
+        return (self.layouts,) if self.times is None else (self.layouts, self.times)
+
+    def text(self, width: int = WIDTH) -> str:
+        """Return plain text of at most `width` columns."""
+        return "\n\n".join(table.text(width) for table in self.tables)
+
+    def __str__(self) -> str:
+        return self.text()
+
+    __repr__ = __str__
+
+    def __rich__(self) -> Any:
+        from rich.console import Group
+
+        first, *others = self.tables
+        return Group(first, *(part for table in others for part in ("", table)))
+
+    def html(self) -> str:
+        """Return self-contained HTML tables."""
+        return '<div style="height:10px"></div>'.join(table.html() for table in self.tables)
+
+    def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
+        return {"text/plain": str(self), "text/html": self.html()}
+
+
 @explain_partitioned_hook.set
-def explain_partitioned(call: PartitionedCall, topology: Topology) -> Table:
-    """Return a table of arguments and operations with specs: implements `PartitionedCall.explain`.
+def explain_partitioned(
+    call: PartitionedCall, topology: Topology, only: str | None = None
+) -> PartitionExplanation | Table:
+    """Return the tables of a call: implements `PartitionedCall.explain`.
+
+    Args:
+        call: the call.
+        topology: the machine of the times.
+        only: "layouts", "compute" or "communication" for one table; None for layouts and times.
+
+    >>> import torch
+    >>> from fshard import Mesh, P, partition
+    >>> f = partition(lambda w, x: x @ w, mesh=Mesh(dp=2), in_specs=(P(), P("dp")))
+    >>> w, x = torch.ones(1024, 1024, requires_grad=True), torch.ones(4096, 1024)
+    >>> print(explain_partitioned(f.trace(w, x), Topology.node(), "communication"))
+    """
+    if only not in (None, "layouts", *KINDS):
+        fail("explain", f"only={only!r}",
+             "only must be 'layouts', 'compute', 'communication' or None",
+             "only='communication'")  # fmt: skip
+    if only in KINDS:
+        times: Table = call.roofline(topology).table(only)
+        return times
+    problem = ""
+    try:
+        roofline: Roofline | None = call.roofline(topology)
+    except ShardingError as error:  # an operation does not run without values
+        roofline, problem = None, error.problems[0].given
+    layouts = layout_table(call, topology, (f"times are unknown: {problem}",) if problem else ())
+    if only is not None:
+        return layouts
+    return PartitionExplanation(layouts, None if roofline is None else roofline.table())
+
+
+def layout_table(call: PartitionedCall, topology: Topology, notes: Sequence[str] = ()) -> Table:
+    """Return a table of the layouts of a call's arguments and operations.
 
     Rows under an argument, and above an operation, are the steps that redistribute it or its
     operands: `→` in the forward pass, `←` in the gradient's, and `↻` in the backward pass again,
@@ -59,7 +137,7 @@ def explain_partitioned(call: PartitionedCall, topology: Topology) -> Table:
     >>> from fshard import Mesh, P, partition
     >>> f = partition(lambda w, x: x @ w, mesh=Mesh(dp=2), in_specs=(P(), P("dp")))
     >>> w, x = torch.ones(4, 8, requires_grad=True), torch.ones(2, 4)
-    >>> print(explain_partitioned(f.trace(w, x), Topology.node()))
+    >>> print(layout_table(f.trace(w, x), Topology.node()))
     1 operation on Mesh(dp=2), topology node
                       spec         forward  backward  saved
     ───────────────────────────────────────────────────────
@@ -71,20 +149,19 @@ def explain_partitioned(call: PartitionedCall, topology: Topology) -> Table:
     ───────────────────────────────────────────────────────
     launches                             0         1
     sent                               0 B     128 B
-    time                              0 µs   6.75 µs
+    communication                     0 µs   6.75 µs
     saved                                               0 B
     """
     kept = _KeptMemory.of(call)
     rows = [*_arguments(call, kept)]
     rows += [(name, "any value", "", "", "") for name in call.names[len(call.in_specs) :]]
-    for line in call.lines:
-        rows += _line(line, call._inputs, kept)
+    rows += _folded([[*_line(line, call._inputs, kept)] for line in call.lines])
     rows += [("result", str(spec), "", "", "") for spec in call.out_specs if spec is not None]
     costs = [call.cost(topology), call.cost(topology, backward=True)]
     footer = [
         ("launches", "", *(f"{cost.launches:,}" for cost in costs), ""),
         ("sent", "", *(bytes_text(cost.bytes_sent) for cost in costs), ""),
-        ("time", "", *(time_text(cost.time) for cost in costs), ""),
+        ("communication", "", *(time_text(cost.time) for cost in costs), ""),
     ]
     if call.grad:
         total = bytes_text(sum(kept.nbytes.values()))
@@ -94,7 +171,7 @@ def explain_partitioned(call: PartitionedCall, topology: Topology) -> Table:
     shown = len(COLUMNS) if call.grad else -2
     again = ("↻ runs again in the backward pass",) if kept.recomputed else ()
     unknown = (f"saved bytes are unknown: {kept.problem}",) if kept.problem else ()
-    notes = (*unknown, *again, *_coalesced(call), *_gathered(call), *_repeated(call))
+    notes = (*notes, *unknown, *again, *_coalesced(call), *_gathered(call), *_repeated(call))
     return Table(title, COLUMNS[:shown], tuple(row[:shown] for row in rows),
                  tuple(row[:shown] for row in footer), notes)  # fmt: skip
 
@@ -224,6 +301,18 @@ def _line(line: Line, inputs: Sequence[int], kept: _KeptMemory) -> Iterator[Row]
             yield "end checkpoint", "", "", "", ""
         case Redistribution() if line.source.value not in inputs:
             yield from _move_rows([line], kept)
+
+
+def _folded(blocks: Sequence[Sequence[Row]]) -> Iterator[Row]:
+    """Yield the rows of lines; those of equal layers are one block, indented."""
+    blocks = [rows for rows in blocks if rows]
+    keys = [tuple((without_number(row[0]), *row[1:]) for row in rows) for rows in blocks]
+    for start, size, count in repetitions(keys):
+        if count > 1:
+            yield f"each of {count} layers:", "", "", "", ""
+        for rows in blocks[start : start + size]:
+            for row in rows:
+                yield (f"  {row[0]}", *row[1:]) if count > 1 else row
 
 
 def _sent(collectives: Sequence[RecordedCollective]) -> Counter[tuple[str, str, int]]:

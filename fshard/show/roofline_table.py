@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import re
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from fshard._util.errors import fail
 from fshard._util.text import bytes_text, count_text, time_text
 from fshard.partition.step_cost.roofline import (
+    BACKWARD,
     COMMUNICATION,
     COMPUTE,
     FORWARD,
@@ -17,12 +18,16 @@ from fshard.partition.step_cost.roofline import (
     StepEvent,
     roofline_table_hook,
 )
+from fshard.show.folding import repetitions, without_number
 from fshard.show.table import Column, Row, Table
 
 COLUMNS = (
     Column("", wrap=True), Column("FLOPs", right=True), Column("bytes", right=True),
-    Column("forward", right=True), Column("backward", right=True), Column("bound by", wrap=True),
+    Column("forward", right=True), Column("backward", right=True), Column("bound by"),
 )  # fmt: skip
+SIGNS = {FORWARD: "→", BACKWARD: "←", RECOMPUTE: "↻"}
+MAX_BESIDE = 4
+"""Most operations that are named beside a collective."""
 
 
 @dataclass(slots=True)
@@ -36,7 +41,13 @@ class RooflineRow:
     def key(self) -> tuple[object, ...]:
         """Equal for the rows of equal layers."""
         first = self.events[0]
-        return re.sub(r"_\d+$", "", self.name), first.kind, first.place, self.flops, self.nbytes
+        return without_number(self.name), first.kind, first.place, self.flops, self.nbytes
+
+    @property
+    def value(self) -> int:
+        """The value id of an operation's line, -1 for other rows."""
+        first = self.events[0]
+        return -1 if first.value is None or first.kind == COMMUNICATION else first.value
 
     @property
     def flops(self) -> int:
@@ -88,16 +99,19 @@ def roofline_table(roofline: Roofline, only: str | None) -> Table:
         fail("explain", f"only={only!r}", "only must be 'compute', 'communication' or None",
              "only='communication'")  # fmt: skip
     rows: list[Row] = []
-    place, count = "", 0
-    for indent, n, row in folded(_rows(roofline, only)):
-        if indent and not count:
-            rows.append((f"each of {n} layers:", "", "", "", "", ""))
-        count = n if indent else 0
-        here = row.events[0].place
-        if here and here != place:
-            rows.append((f"{indent}{here}", "", "", "", "", ""))
-        place = here
-        rows.append(_cells(roofline, row, n, indent))
+    members = _rows(roofline, only)
+    place = ""
+    for start, size, count in repetitions([row.key for row in members]):
+        indent = "  " if count > 1 else ""
+        if indent:
+            rows.append((f"each of {count} layers:", "", "", "", "", ""))
+        for first in range(start, start + size):
+            layers = members[first : first + size * count : size]
+            here = layers[0].events[0].place
+            if here and here != place:
+                rows.append((f"{indent}{os.path.basename(here)}", "", "", "", "", ""))
+            place = here or place
+            rows.append(_cells(layers, indent))
     title = f"{roofline.title}, {roofline.topology.title}"
     return Table(title, COLUMNS, tuple(rows), (*_footer(roofline, only),), (*_notes(roofline),))
 
@@ -109,66 +123,54 @@ def _rows(roofline: Roofline, only: str | None) -> list[RooflineRow]:
         if only not in (None, event.kind):
             continue
         if event.kind == COMMUNICATION:
-            sign = "→" if event.phase == FORWARD else "↻" if event.phase == RECOMPUTE else "←"
             key: object = (event.value, event.phase, event.name)
-            row = RooflineRow(f"{sign} {event.name}")
+            row = RooflineRow(f"{SIGNS[event.phase]} {event.name}")
         else:
             key, row = (event.value, event.name), RooflineRow(event.name)
         rows.setdefault(key, row).events.append(event)
-    return [*rows.values()]
+    return _in_order([*rows.values()])
 
 
-def folded(rows: Sequence[RooflineRow]) -> Iterator[tuple[str, int, RooflineRow]]:
-    """Yield rows with those of equal layers as one, as `(indent, number of layers, row)`.
+def _in_order(rows: list[RooflineRow]) -> list[RooflineRow]:
+    """Return rows with operations that only run backward after the ones before them forward.
 
-    At every row the repetition that covers most rows is folded. Rows of layers are indented.
+    Views are such operations: they are free in the forward pass.
     """
-    keys, start = [row.key for row in rows], 0
-    while start < len(rows):
-        count, size = _repetition(keys, start)
-        for i in range(start, start + size):
-            layers = [rows[i + size * layer] for layer in range(count)]
-            merged = RooflineRow(layers[0].name, [event for x in layers for event in x.events])
-            yield "  " if size > 1 else "", count, merged
-        start += count * size
-
-
-def _repetition(keys: Sequence[object], start: int) -> tuple[int, int]:
-    """Return how often rows from `start` on repeat, and how many repeat."""
-    best = 1, 1
-    for size in range(1, (len(keys) - start) // 2 + 1):
-        if keys[start + size] != keys[start]:
+    forward = [row for row in rows if row.events[0].phase == FORWARD]
+    values = [row.value for row in forward]
+    later: list[RooflineRow] = []
+    inserted: dict[int, list[RooflineRow]] = {}
+    for row in rows:
+        if row.events[0].phase == FORWARD:
             continue
-        unit, count = keys[start : start + size], 1
-        while keys[start + count * size : start + (count + 1) * size] == unit:
-            count += 1
-        if count > 1 and count * size > best[0] * best[1]:
-            best = count, size
-    return best
+        before = [i for i, value in enumerate(values) if 0 <= value < row.value]
+        if before and row.value < max(values):
+            inserted.setdefault(before[-1], []).append(row)
+        else:
+            later.append(row)
+    result = []
+    for index, row in enumerate(forward):
+        result += [row, *sorted(inserted.get(index, ()), key=lambda row: row.value)]
+    return result + later
 
 
-def _cells(roofline: Roofline, row: RooflineRow, count: int, indent: str) -> Row:
-    """Return the cells of a row, per layer if it is indented."""
-    layers = count if indent else 1
-    name = row.name if indent or count == 1 else f"{count} x {row.name}"
-    flops, nbytes = row.flops // layers, row.nbytes // layers
-    times = [row.time(forward=forward) / layers for forward in (True, False)]
-    return (
-        f"{indent}{name}", count_text(flops) if flops else "", bytes_text(nbytes),
-        *(time_text(time) if time else "" for time in times), _bound(roofline, row, layers),
-    )  # fmt: skip
+def _cells(layers: Sequence[RooflineRow], indent: str) -> Row:
+    """Return the cells of a row, the mean of those of equal layers."""
+    row, n = RooflineRow(layers[0].name, [x for row in layers for x in row.events]), len(layers)
+    flops = count_text(row.flops // n) if row.flops else ""
+    times = (row.time(forward=forward) / n for forward in (True, False))
+    return (f"{indent}{row.name}", flops, bytes_text(row.nbytes // n),
+            *(time_text(time) if time else "" for time in times), _bound(row, n)
+            )  # fmt: skip
 
 
-def _bound(roofline: Roofline, row: RooflineRow, layers: int) -> str:
-    """Return the limit of an operation; of a collective the wait, or operations that hide it."""
+def _bound(row: RooflineRow, layers: int) -> str:
+    """Return the limit of an operation; of a collective the wait."""
     longest = max(row.events, key=lambda event: event.time)
     if longest.kind == COMPUTE:
         return longest.bound
     waited = sum(event.waited for event in row.events) / layers
-    if waited:
-        return f"waits {time_text(waited)}"
-    first, *more = dict.fromkeys(event.name for event in roofline.overlapped(longest)) or [""]
-    return f"behind {first}" + (", ..." if more else "") if first else "not awaited"
+    return f"waits {time_text(waited)}" if waited else "hidden"
 
 
 def _footer(roofline: Roofline, only: str | None) -> Iterator[Row]:
@@ -187,3 +189,12 @@ def _notes(roofline: Roofline) -> Iterator[str]:
     total, in_turn = time_text(roofline.time), time_text(roofline.time_in_turn)
     yield f"{total} a step, {in_turn} without overlap"
     yield roofline.bound_text
+    beside: dict[str, dict[str, None]] = {}
+    for event in roofline.of(COMMUNICATION):
+        names = dict.fromkeys(x.name for x in roofline.overlapped(event))
+        if names:
+            beside.setdefault(f"{SIGNS[event.phase]} {event.name}", {}).update(names)
+    for name, others in beside.items():
+        shown = ", ".join([*others][:MAX_BESIDE])
+        more = f" and {len(others) - MAX_BESIDE} more" if len(others) > MAX_BESIDE else ""
+        yield f"{name} beside {shown}{more}"

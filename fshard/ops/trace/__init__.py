@@ -10,5 +10,6 @@
 - `draw_layouts`: random draws take the layout of a tensor they are combined with.
 - `constants`: values that depend on no argument, which a function may read.
 - `covariance`: `torch.cov` and `torch.corrcoef` without reads of values.
+- `source_places`: the user's source line of every operation.
 - `fused_updates`: fused optimizer steps as operations without writes.
 """

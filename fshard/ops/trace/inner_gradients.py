@@ -40,6 +40,7 @@ from fshard.ops.trace.covariance import WITHOUT_READS
 from fshard.ops.trace.custom_functions import apply_in_transform, apply_traced, has_own_backward
 from fshard.ops.trace.fused_updates import FUSED_STEPS
 from fshard.ops.trace.inference import as_traced
+from fshard.ops.trace.source_places import note_place
 from fshard.spmd.closure_inputs import graph_leaves
 
 _REPLACED = {**WITHOUT_READS, **FUSED_STEPS}
@@ -132,6 +133,7 @@ class AboveAutograd(TraceMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         self.refuse(func, args, kwargs)
+        note_place()
         # The casts of autocast are operations below it, as gradients are.
         is_above = any(map(gt, _levels(), self.levels)) or is_any_autocast_enabled()
         if func == torch.Tensor.requires_grad_ and _requires(*args[1:], **(kwargs or {})):
@@ -168,6 +170,7 @@ class BelowAutograd(TraceMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         self.refuse(func, args, kwargs)
+        note_place()
         if func in READS and (values := self.read(func, args, kwargs)):
             return values[0]
         out = _REPLACED.get(func, func)(*as_traced(func, args), **(kwargs or {}))

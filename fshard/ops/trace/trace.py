@@ -67,6 +67,7 @@ from fshard.ops.trace.inner_gradients import (
     refuse_hidden_gradients,
 )
 from fshard.ops.trace.mapped_regions import name_regions, recorded_regions
+from fshard.ops.trace.source_places import recorded_places
 from fshard.run.transports.base import TRACE_DEPTH
 from fshard.run.transports.divergence_report import raise_line, user_line
 
@@ -184,6 +185,7 @@ def trace(
         hidden,
         recorded_regions() as regions,
         recorded_checkpoints() as checkpoints,
+        recorded_places(),
     ):
         try:
             with without_transforms():  # `grad` would wrap the results of factories

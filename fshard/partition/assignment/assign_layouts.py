@@ -38,6 +38,7 @@ from fshard.ops.trace.checkpoints import CheckpointMark
 from fshard.ops.trace.custom_functions import TracedBackward
 from fshard.ops.trace.functionalize import has_no_gradient
 from fshard.ops.trace.mapped_regions import MappedRegion, planned_region
+from fshard.ops.trace.source_places import place_of_node
 from fshard.ops.trace.trace import Constraint, decompose
 from fshard.partition import ir
 from fshard.partition.assignment.created_tensors import CreatedByFactory, created_by
@@ -83,6 +84,7 @@ class LayoutAssigner:
         self.device, self.hints, self.shard_replicated = device, hints, shard_replicated
         self.kept = kept
         self.decomposing: list[tuple[Any, int]] = []  # calls, and elements of their operands
+        self.place = ""
 
     def assign(
         self,
@@ -155,16 +157,16 @@ class LayoutAssigner:
     def call(self, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
         """Add the lines of a node that calls a function, and return its results."""
         op = node.target
+        if not self.decomposing:
+            self.place = place_of_node(node)
         args, kwargs = map_call(node.args, node.kwargs, fx.Node, env.__getitem__)
         if getattr(op, "__name__", "") == "getitem":
             result = args[0][args[1]]
             if result is None and isinstance(node.meta.get("val"), torch.Tensor):
-                fail(
-                    f"fs.partition: {node.args[0]}",
-                    f"result {args[1]} is used",
-                    "a result that is used must have a layout, which the rule leaves out",
-                    "only the results before; fs.apply returns all, on unsharded values",
-                )
+                fail(f"fs.partition: {node.args[0]}", f"result {args[1]} is used",
+                     "a result that is used must have a layout, which the rule leaves out",
+                     "only the results before; fs.apply returns all, on unsharded values"
+                     )  # fmt: skip
             return result
         if op is SET_GRAD_ENABLED:
             self.set_grad_mode(args[0])
@@ -388,7 +390,7 @@ class LayoutAssigner:
         filled = fill_call(args, kwargs, TensorVersions, refs)
         lines, out = self.assignment.lines, self.assignment.new_value()
         single = type(strategy.tree) is int
-        line = ir.Operation(out, strategy, *filled, single, node.name)
+        line = ir.Operation(out, strategy, *filled, single, node.name, self.place)
         lines.append(line)
         grad = self.grad and any(tensor.grad for tensor in operands) and not has_no_gradient(op)
         results: list[TensorVersions | None] = []

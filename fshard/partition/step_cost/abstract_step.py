@@ -89,6 +89,7 @@ def record_step(
             category = "parameters" if x.requires_grad else "arguments"
             with recorder.at(RecordedLine(None, name)):
                 recorder.allocate(x, category)
+        record.arguments = len(record.entries)
         numbers = [STAND_INS[kind] for kind in call.numbers]
         with recorder:
             with saved_tensors_hooks(recorder.saved, lambda x: x):
@@ -217,8 +218,9 @@ def recorded_line(line: Line) -> RecordedLine:
         case Redistribution():
             return RecordedLine(value, _program_name(line.program), str(line.program.dst))
         case LaunchBatch():
-            names = dict.fromkeys(launch.name for launch in line.batch.launches)
-            return RecordedLine(value, " and ".join(names) or "copy")
+            launches = line.batch.launches or line.batch.T.launches
+            names = " and ".join(dict.fromkeys(launch.name for launch in launches))
+            return RecordedLine(value, f"buffers of {names}" if names else "copies")
         case RegionCall():
             return RecordedLine(value, line.region.__name__, specs_text(line.region.out_specs))
         case Write():

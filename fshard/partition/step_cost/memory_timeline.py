@@ -72,7 +72,7 @@ class StepMemory:
 
     Attributes:
         title: the mesh and the rank.
-        timeline: the bytes after every change, in the order of time.
+        timeline: the bytes before the first operation and after every change, in the order of time.
         values: the memory that is held at the peak, the largest first.
         peak_name: the operation that runs at the peak.
 
@@ -99,13 +99,6 @@ class StepMemory:
     def peak_point(self) -> MemoryPoint:
         """The first moment at which the most bytes are held."""
         return max(self.timeline, key=lambda point: point.total)
-
-    @property
-    def start(self) -> tuple[int, ...]:
-        """Bytes by category before the first operation."""
-        held = CATEGORIES.index("gradients")
-        begin = [x for x in self.timeline if not (x.event or x.time or any(x.held[held:]))]
-        return begin[-1].held
 
     @property
     def at_peak(self) -> Mapping[str, int]:

@@ -103,11 +103,13 @@ class StepRecord:
         mesh: the mesh.
         rank: the rank.
         entries: the entries.
+        arguments: number of the first entries, which are the arguments' memory.
     """
 
     mesh: Mesh
     rank: int
     entries: list[Entry] = field(default_factory=list)
+    arguments: int = 0
 
 
 class StepRecorder(DispatchMode):

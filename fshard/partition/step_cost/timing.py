@@ -27,7 +27,6 @@ from fshard.partition.step_cost.memory_timeline import (
 from fshard.partition.step_cost.roofline import (
     COMMUNICATION,
     COMPUTE,
-    FORWARD,
     Roofline,
     StepEvent,
 )
@@ -110,7 +109,7 @@ def memory_of(record: StepRecord, roofline: Roofline, optimizer: int = 0) -> Ste
     """
     held = dict.fromkeys(CATEGORIES, 0)
     held["optimizer"] = optimizer
-    points = [MemoryPoint(0.0, 0, FORWARD, tuple(held.values()))]
+    points: list[MemoryPoint] = []
     launched: dict[int, int] = {}
     index, now, peak, total, end = 0, 0.0, -1, optimizer, 0
     for number, entry in enumerate(record.entries):
@@ -125,7 +124,8 @@ def memory_of(record: StepRecord, roofline: Roofline, optimizer: int = 0) -> Ste
                 change = -block.nbytes if frees else block.nbytes
                 held[block.category] += change
                 total += change
-                points.append(MemoryPoint(now, index, phase, tuple(held.values())))
+                if number >= record.arguments - 1:
+                    points.append(MemoryPoint(now, index, phase, tuple(held.values())))
                 if total > peak:
                     peak, end = total, number + 1
     blocks = _held_blocks(record.entries[:end])
@@ -149,7 +149,7 @@ def _held_blocks(entries: Sequence[Entry]) -> list[Block]:
 
 def _merged(points: list[MemoryPoint]) -> tuple[MemoryPoint, ...]:
     """Return points without those that the next one replaces at once, but for local maxima."""
-    kept = points[:1]
+    kept = points[:1]  # of the arguments alone
     for before, point, after in zip(points, points[1:], [*points[2:], points[-1]], strict=False):
         is_peak = before.total <= point.total >= after.total
         if point.time != after.time or is_peak or point is points[-1]:

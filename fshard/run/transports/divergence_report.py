@@ -42,9 +42,9 @@ _IS_USERS: dict[str, bool] = {}
 """By file, whether its frames are the user's: logs ask for each collective."""
 
 
-def user_frame(frame: FrameType | None) -> FrameType | None:
-    """Return the innermost frame, from `frame` outwards, that is the user's."""
-    while frame is not None:
+def user_frame(frame: FrameType | None, end: FrameType | None = None) -> FrameType | None:
+    """Return the innermost frame, from `frame` outwards up to `end`, that is the user's."""
+    while frame is not end and frame is not None:
         file = frame.f_code.co_filename
         known = _IS_USERS.get(file)
         if known is None:
@@ -52,12 +52,12 @@ def user_frame(frame: FrameType | None) -> FrameType | None:
         if known:
             break
         frame = frame.f_back
-    return frame
+    return None if frame is end else frame
 
 
-def place_of(frame: FrameType | None) -> Place | None:
-    """Return the place of the innermost frame that is the user's."""
-    user = user_frame(frame)
+def place_of(frame: FrameType | None, end: FrameType | None = None) -> Place | None:
+    """Return the place of the innermost frame before `end` that is the user's."""
+    user = user_frame(frame, end)
     return None if user is None else (user.f_code.co_filename, user.f_lineno)
 
 
