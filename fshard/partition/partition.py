@@ -405,7 +405,7 @@ def partition(
     >>> mesh = fs.Mesh(dp=2, tp=2)
     >>> f = fs.partition(lambda w, x: (x @ w).relu(), mesh=mesh,
     ...                  in_specs=(fs.P(None, "tp"), fs.P("dp")))
-    >>> print(f.explain(torch.ones(4, 8), torch.ones(2, 4)))
+    >>> print(f.explain(torch.ones(4, 8), torch.ones(2, 4), only="layouts"))
     2 operations on Mesh(dp=2, tp=2), topology node
               spec            forward
     ─────────────────────────────────
@@ -417,7 +417,7 @@ def partition(
     ─────────────────────────────────
     launches                        0
     sent                          0 B
-    time                         0 µs
+    communication                0 µs
     """
     mesh = as_mesh(mesh, "fs.partition")
     if not callable(fn):

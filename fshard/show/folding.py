@@ -21,15 +21,19 @@ class Repetition(NamedTuple):
 def repetitions(keys: Sequence[object]) -> Iterator[Repetition]:
     """Yield the repetitions of rows by their keys, and rows that do not repeat one by one.
 
-    At every row the repetition that covers most rows is taken.
+    At every row the repetition that covers most rows is taken, of equal ones the shortest.
 
     >>> [*repetitions("xabcabcabcy")][1]
     Repetition(start=1, size=3, count=3)
+    >>> [*repetitions("aaaaaa")]
+    [Repetition(start=0, size=1, count=6)]
     """
     start = 0
     while start < len(keys):
         best = Repetition(start, 1, 1)
-        for size in range(MIN_ROWS, (len(keys) - start) // 2 + 1):
+        for size in (1, *range(MIN_ROWS, (len(keys) - start) // 2 + 1)):
+            if start + size >= len(keys):
+                break
             if keys[start + size] == keys[start]:
                 count = _count(keys, start, size)
                 if count > 1 and count * size > best.count * best.size:

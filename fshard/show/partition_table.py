@@ -101,6 +101,16 @@ def explain_partitioned(
     >>> f = partition(lambda w, x: x @ w, mesh=Mesh(dp=2), in_specs=(P(), P("dp")))
     >>> w, x = torch.ones(1024, 1024, requires_grad=True), torch.ones(4096, 1024)
     >>> print(explain_partitioned(f.trace(w, x), Topology.node(), "communication"))
+    rank 0 of Mesh(dp=2), node
+                      FLOPs     bytes  forward  backward  bound by
+    ───────────────────────────────────────────────────────────────────
+    ← all_reduce(dp)         4.00 MiB            18.4 µs  waits 18.4 µs
+    ───────────────────────────────────────────────────────────────────
+    communication            4.00 MiB     0 µs   18.4 µs
+    step                               11.6 µs   35.1 µs
+    46.8 µs a step, 46.8 µs without overlap
+    bound by compute: 46 % of 46.8 µs; 171 FLOP/B, machine 200 in float32; 184
+    TFLOP/s of 400 TFLOP/s
     """
     if only not in (None, "layouts", *KINDS):
         fail("explain", f"only={only!r}",
@@ -308,11 +318,12 @@ def _folded(blocks: Sequence[Sequence[Row]]) -> Iterator[Row]:
     blocks = [rows for rows in blocks if rows]
     keys = [tuple((without_number(row[0]), *row[1:]) for row in rows) for rows in blocks]
     for start, size, count in repetitions(keys):
-        if count > 1:
+        folds = size > 1
+        if folds:
             yield f"each of {count} layers:", "", "", "", ""
-        for rows in blocks[start : start + size]:
+        for rows in blocks[start : start + (size if folds else count)]:
             for row in rows:
-                yield (f"  {row[0]}", *row[1:]) if count > 1 else row
+                yield (f"  {row[0]}", *row[1:]) if folds else row
 
 
 def _sent(collectives: Sequence[RecordedCollective]) -> Counter[tuple[str, str, int]]:

@@ -41,7 +41,9 @@ class RooflineRow:
     def key(self) -> tuple[object, ...]:
         """Equal for the rows of equal layers."""
         first = self.events[0]
-        return without_number(self.name), first.kind, first.place, self.flops, self.nbytes
+        events = [event for event in self.events if event.phase == first.phase]
+        flops, nbytes = sum(x.flops for x in events), sum(x.nbytes for x in events)
+        return without_number(self.name), first.kind, first.phase, first.place, flops, nbytes
 
     @property
     def value(self) -> int:
@@ -102,7 +104,7 @@ def roofline_table(roofline: Roofline, only: str | None) -> Table:
     members = _rows(roofline, only)
     place = ""
     for start, size, count in repetitions([row.key for row in members]):
-        indent = "  " if count > 1 else ""
+        indent = "  " if size > 1 else ""
         if indent:
             rows.append((f"each of {count} layers:", "", "", "", "", ""))
         for first in range(start, start + size):
@@ -155,8 +157,10 @@ def _in_order(rows: list[RooflineRow]) -> list[RooflineRow]:
 
 
 def _cells(layers: Sequence[RooflineRow], indent: str) -> Row:
-    """Return the cells of a row, the mean of those of equal layers."""
+    """Return the cells of a row: the mean of equal layers, or the sum of equal rows in a row."""
     row, n = RooflineRow(layers[0].name, [x for row in layers for x in row.events]), len(layers)
+    if not indent and n > 1:
+        row.name, n = f"{n} x {row.name}", 1
     flops = count_text(row.flops // n) if row.flops else ""
     times = (row.time(forward=forward) / n for forward in (True, False))
     return (f"{indent}{row.name}", flops, bytes_text(row.nbytes // n),

@@ -227,7 +227,7 @@ def test_explain_lists_every_operation() -> None:
     part = fs.partition(mlp, mesh=MESH, params={"a": P(None, "tp"), "b": P("tp")},
                         in_specs=(P("dp"),))  # fmt: skip
     call = part.trace(MLP_PARAMS, sample(4, 8))
-    assert str(call).splitlines() == [
+    assert str(call.explain(only="layouts")).splitlines() == [
         "4 operations on Mesh(dp=2, tp=2), topology node",
         "                  spec                        forward  backward  saved",
         "──────────────────────────────────────────────────────────────────────",
@@ -246,12 +246,13 @@ def test_explain_lists_every_operation() -> None:
         "──────────────────────────────────────────────────────────────────────",
         "launches                                            1         2",
         "sent                                            128 B   1,152 B",
-        "time                                          6.75 µs   13.5 µs",
+        "communication                                 6.75 µs   13.5 µs",
         "saved                                                            128 B",
         "in one launch: ← all_reduce of 2 over dp",
     ]
     assert str(part.explain()) == str(part.explain(MLP_PARAMS, sample(4, 8))) == str(call)
     assert str(call.explain(fs.Topology.cluster(2))).startswith("4 operations on ")
+    assert str(call) == f"{call.explain(only='layouts')}\n\n{call.roofline()}"
     assert call._repr_mimebundle_()["text/plain"] == str(call)
     assert "torch.ops.aten.matmul.default" in part.graph.code
 
@@ -262,15 +263,21 @@ def test_explain_fits_80_columns_and_sums_bytes(name: str) -> None:
     p = params()
     call = fs.partition(fn, mesh=MESH, params={k: specs.get(k, P()) for k in p},
                         in_specs=(P("dp"),)).trace(p, sample(*shape))  # fmt: skip
-    table = call.explain()
-    assert max(map(len, str(table).splitlines())) <= 80
+    assert max(map(len, str(call).splitlines())) <= 80
+    rows = call.explain(only="layouts").rows
     for backward, column in ((False, 2), (True, 3)):
-        cells = [row[column] for row in table.rows if row[column]]
-        sent = sum(int(cell.removesuffix(" B").replace(",", "")) for cell in cells)
+        sent, layers = 0, 1
+        for name, *_, cell in (row[: column + 1] for row in rows):
+            if name.startswith("each of "):
+                layers = int(name.split()[2])
+            elif cell:
+                nbytes = int(cell.removesuffix(" B").replace(",", ""))
+                sent += nbytes * (layers if name.startswith("  ") else 1)
         assert sent == call.cost(backward=backward).bytes_sent
     without = fs.partition(fn, mesh=MESH, in_specs=P()).trace(
         {k: v.detach() for k, v in p.items()}, sample(*shape).detach())  # fmt: skip
-    assert [column.name for column in without.explain().columns] == ["", "spec", "forward"]
+    table = without.explain(only="layouts")
+    assert [column.name for column in table.columns] == ["", "spec", "forward"]
 
 
 def test_uneven_shards_and_closures() -> None:

@@ -194,6 +194,7 @@ class _RecordedRegion:
 
     def __init__(self, line: RegionCall, rank: int, recorder: StepRecorder) -> None:
         self.line, self.rank, self.recorder = line, rank, recorder
+        self.__name__, self.out_specs = line.region.__name__, line.region.out_specs
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """Return the results of the rank."""

@@ -50,11 +50,15 @@ PRODUCTS = {aten.mv: 0, aten.addmv: 1, aten.dot: 0, aten.vdot: 0}
 
 
 class OperationCost(NamedTuple):
-    """FLOPs of an operation, bytes that it reads and writes, and the dtype that it computes in."""
+    """FLOPs of an operation, bytes that it reads and writes, and the dtype that it computes in.
+
+    `is_product` is True for products, convolutions and attention.
+    """
 
     flops: int
     nbytes: int
     dtype: torch.dtype
+    is_product: bool
 
 
 def operation_cost(
@@ -70,7 +74,7 @@ def operation_cost(
 
     >>> x, w = torch.empty(4, 8), torch.empty(8, 2)
     >>> operation_cost(aten.mm.default, (x, w), {}, x @ w)
-    OperationCost(flops=128, nbytes=224, dtype=torch.float32)
+    OperationCost(flops=128, nbytes=224, dtype=torch.float32, is_product=True)
     >>> operation_cost(aten.t.default, (x,), {}, x.t()) is None
     True
     """
@@ -90,7 +94,8 @@ def operation_cost(
     else:
         read = _nbytes(operands[1:] if packet in OVERWRITES else operands)
     computed = [x for x in (*operands, *results) if x.dtype.is_floating_point] or results
-    return OperationCost(flops, read + written, computed[0].dtype)
+    is_product = packet in _formulas() or packet in PRODUCTS
+    return OperationCost(flops, read + written, computed[0].dtype, is_product)
 
 
 def _nbytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -42,6 +42,7 @@ class StepEvent:
         waited: seconds that the computation waits for a collective.
         spec: the layouts of the results as text.
         place: the user's source line as `file:line`, "" if it is unknown.
+        is_product: True for products, convolutions and attention.
     """
 
     name: str
@@ -57,6 +58,7 @@ class StepEvent:
     waited: float = 0.0
     spec: str = ""
     place: str = ""
+    is_product: bool = False
 
     @property
     def time(self) -> float:
@@ -103,6 +105,11 @@ class Roofline:
     def flops(self) -> int:
         """Floating-point operations of the rank."""
         return sum(event.flops for event in self.of(COMPUTE))
+
+    @property
+    def product_flops(self) -> int:
+        """FLOPs of products, convolutions and attention, as `torch.utils.flop_counter` counts."""
+        return sum(event.flops for event in self.events if event.is_product)
 
     @property
     def nbytes(self) -> int:
@@ -194,7 +201,7 @@ class Roofline:
     def to_dict(self) -> dict[str, Any]:
         """Return the totals and the events as a dict of plain values, for JSON."""
         names = (
-            "flops", "nbytes", "compute", "communication", "exposed", "hidden", "time",
+            "flops", "product_flops", "nbytes", "compute", "communication", "exposed", "hidden", "time",
             "time_in_turn", "intensity", "machine_intensity", "shares", "bound",
         )  # fmt: skip
         return {

@@ -54,6 +54,7 @@ class RanOperation:
     flops: int
     nbytes: int
     dtype: torch.dtype
+    is_product: bool
 
 
 @dataclass(frozen=True, slots=True)

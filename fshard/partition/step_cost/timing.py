@@ -78,7 +78,7 @@ def operation_event(ran: RanOperation, topology: Topology, start: float) -> Step
     return StepEvent(
         ran.line.name, COMPUTE, ran.phase, ran.line.value, start, end, ran.flops, ran.nbytes,
         "start" if topology.kernel > longer else limit, topology.kernel, 0.0, ran.line.spec,
-        ran.line.place,
+        ran.line.place, ran.is_product,
     )  # fmt: skip
 
 
@@ -152,7 +152,8 @@ def _merged(points: list[MemoryPoint]) -> tuple[MemoryPoint, ...]:
     kept = points[:1]  # of the arguments alone
     for before, point, after in zip(points, points[1:], [*points[2:], points[-1]], strict=False):
         is_peak = before.total <= point.total >= after.total
-        if point.time != after.time or is_peak or point is points[-1]:
+        is_last = point.time != after.time or point.phase != after.phase or point is points[-1]
+        if is_peak or is_last:
             kept.append(point)
     return tuple(kept)
 

@@ -1,0 +1,188 @@
+"""Time and memory of steps, beside formulas computed by hand and counted on one device."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import fshard as fs
+from fshard import P
+from fshard.partition.step_cost.memory_timeline import CATEGORIES
+from fshard.partition.step_cost.roofline import Roofline
+
+BATCH, IN, HIDDEN = 64, 32, 128
+MESH = fs.Mesh(dp=2, tp=4)
+
+
+def mlp(p: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """Return the loss of a perceptron."""
+    return (torch.relu(x @ p["up"]) @ p["down"]).square().mean()
+
+
+def sample_params() -> dict[str, torch.Tensor]:
+    """Return parameters without values."""
+    shapes = {"up": (IN, HIDDEN), "down": (HIDDEN, IN)}
+    return {
+        name: torch.empty(shape, device="meta", requires_grad=True)
+        for name, shape in shapes.items()
+    }
+
+
+def megatron(**options: Any) -> Any:
+    """Return the planned step of a perceptron in tensor and data parallel."""
+    part = fs.partition(mlp, mesh=MESH, params={"up": P(None, "tp"), "down": P("tp")},
+                        in_specs=P("dp"), out_specs=P(), **options)  # fmt: skip
+    return part.trace(sample_params(), torch.empty(BATCH, IN, device="meta"))
+
+
+def flops_of(roofline: Roofline, *names: str) -> dict[str, int]:
+    """Return FLOPs by phase of the events of some names."""
+    phases: dict[str, int] = {}
+    for event in roofline.events:
+        if event.name in names:
+            phases[event.phase] = phases.get(event.phase, 0) + event.flops
+    return phases
+
+
+def test_flops_of_a_perceptron_are_two_for_each_weight_and_row() -> None:
+    flops = flops_of(megatron().roofline(), "matmul", "matmul_1")
+    forward = 2 * (IN * HIDDEN + HIDDEN * IN) * BATCH // MESH.size
+    # The first product has no gradient for the data: one product less than twice the forward's.
+    assert flops == {"forward": forward, "backward": 2 * forward - forward // 2}
+
+
+def test_time_of_a_product_is_the_roofline() -> None:
+    topology = fs.Topology("test", memory=1e9, flops=(("float32", 1e11),), kernel=1e-6)
+    part = fs.partition(torch.matmul, mesh=fs.Mesh(x=2), in_specs=(P("x"), P()))
+    for rows, bound in ((2, "memory"), (2000, "compute")):
+        a, b = torch.empty(rows, 4096, device="meta"), torch.empty(4096, 4096, device="meta")
+        (event,) = part.trace(a, b).roofline(topology).events
+        flops = 2 * rows // 2 * 4096 * 4096
+        nbytes = 4 * (4096 * rows // 2 + 4096 * 4096 + 4096 * rows // 2)
+        assert (event.flops, event.nbytes, event.bound) == (flops, nbytes, bound)
+        assert event.time == pytest.approx(max(flops / 1e11, nbytes / 1e9) + 1e-6)
+
+
+def test_totals_add_up_and_the_share_of_the_longest_limit_is_the_bound() -> None:
+    roofline = megatron().roofline(fs.Topology.dgx_h100())
+    compute = sum(event.time for event in roofline.of("compute"))
+    assert roofline.time == pytest.approx(compute + roofline.exposed)
+    assert sum(roofline.passes) == pytest.approx(roofline.time)
+    assert sum(roofline.shares.values()) == pytest.approx(roofline.time)
+    assert roofline.time <= roofline.time_in_turn
+    assert roofline.bound == "communication"
+    assert json.loads(json.dumps(roofline.to_dict()))["flops"] == roofline.flops
+    assert "bound by communication" in roofline.bound_text
+
+
+def test_collectives_are_those_of_the_cost() -> None:
+    call = megatron()
+    for backward, phase in ((False, "forward"), (True, "backward")):
+        cost, events = call.cost(backward=backward), call.roofline().of("communication", phase)
+        assert len(events) == cost.launches
+        assert sum(event.nbytes for event in events) == cost.bytes_sent
+
+
+def test_launched_gathers_hide_behind_the_computation() -> None:
+    net = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(4)))
+    part = fs.partition(net, mesh=fs.Mesh(dp=4), params=P("dp"), in_specs=P("dp"),
+                        topology=fs.Topology.dgx_h100())  # fmt: skip
+    x = torch.empty(16384, 1024, device="meta")
+    roofline = part.trace(dict(net.named_parameters()), x).roofline()
+    gathers = [event for event in roofline.of("communication", "forward")]
+    hidden = [event for event in gathers if not event.waited]
+    assert hidden
+    assert all(roofline.overlapped(event) for event in hidden)
+    assert roofline.hidden == pytest.approx(roofline.communication - roofline.exposed)
+    assert roofline.time < roofline.time_in_turn
+
+
+def test_explain_shows_one_kind_on_request_and_refuses_others() -> None:
+    call = megatron()
+    assert "matmul" not in str(call.explain(only="communication"))
+    assert "all_reduce(" not in str(call.explain(only="compute"))
+    assert str(call.roofline().table("compute")) == str(call.explain(only="compute"))
+    with pytest.raises(fs.ShardingError, match="only must be"):
+        call.explain(only="bytes")
+
+
+def test_equal_layers_are_folded_with_their_source_lines() -> None:
+    layers = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(6)))
+
+    def fn(p: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        for i in range(6):
+            y = torch.nn.functional.linear(x, p[f"{i}.weight"], p[f"{i}.bias"])
+            x = x + torch.nn.functional.gelu(y)
+        return x
+
+    call = fs.partition(fn, mesh=fs.Mesh(x=2), params=P(), in_specs=P("x")).trace(
+        dict(layers.named_parameters()), torch.empty(4, 16)
+    )
+    text = str(call.explain(only="compute"))
+    assert "each of 6 layers:" in text
+    assert text.count("test_step_cost.py:") == 2
+    assert text.count("linear") == 1
+    # The first layer keeps the argument, which the caller holds.
+    assert "each of 5 layers:" in str(call.explain(only="layouts"))
+
+
+def test_memory_of_a_perceptron() -> None:
+    call = megatron()
+    memory = call.memory(optimizer=2)
+    held = dict(zip(CATEGORIES, memory.timeline[0].held, strict=True))
+    parameters = 4 * 2 * IN * HIDDEN // 4
+    assert held["parameters"] == parameters
+    assert held["optimizer"] == 2 * parameters
+    assert held["arguments"] == 4 * BATCH // 2 * IN
+    assert (
+        sum(memory.at_peak.values())
+        == memory.peak
+        == sum(x.nbytes for x in memory.values) + (held["optimizer"])
+    )
+    end = dict(zip(CATEGORIES, memory.timeline[-1].held, strict=True))
+    assert end["gradients"] == parameters
+    assert end["activations"] == end["gathered"] == 0
+    assert json.loads(json.dumps(memory.to_dict()))["peak"] == memory.peak
+    assert max(map(len, str(memory).splitlines())) <= 80
+
+
+def test_saved_activations_are_those_of_saved_bytes() -> None:
+    call = megatron()
+    forward = [x for x in call.memory().timeline if x.phase == "forward"][-1]
+    held = dict(zip(CATEGORIES, forward.held, strict=True))
+    saved = call.saved_bytes()
+    assert (held["activations"], held["gathered"]) == (saved.activations, saved.gathered)
+
+
+@pytest.mark.parametrize("form", ["tree", "optimizer"])
+def test_optimizer_state_by_tree_or_optimizer(form: str) -> None:
+    call = megatron()
+    specs = [spec for spec, grad in zip(call.in_specs, call.requires_grad, strict=True) if grad]
+    optimizer = fs.state.adamw(1e-3) if form == "optimizer" else {"m": specs, "v": specs}
+    assert call.memory(optimizer=optimizer).at_peak["optimizer"] == 2 * 4 * 2 * IN * HIDDEN // 4
+
+
+def test_remat_frees_gathered_parameters() -> None:
+    net = torch.nn.Sequential(*(torch.nn.Linear(256, 256, bias=False) for _ in range(8)))
+    x = torch.empty(4096, 256, device="meta")
+    peaks = {}
+    for remat in (None, "gathers"):
+        part = fs.partition(net, mesh=fs.Mesh(dp=4), params=P("dp"), in_specs=P("dp"), remat=remat)
+        call = part.trace(dict(net.named_parameters()), x)
+        forward = [x for x in call.memory().timeline if x.phase == "forward"][-1]
+        peaks[remat] = forward.held[CATEGORIES.index("gathered")]
+        again = call.roofline().of("communication", "recompute")
+        assert bool(again) == (remat is not None)
+    assert peaks == {None: 4 * 7 * 256 * 256, "gathers": 0}
+
+
+def one_device_flops(fn: Any, *args: Any) -> int:
+    """Return the FLOPs that PyTorch's counter counts in a forward and a backward pass."""
+    with FlopCounterMode(display=False) as counter:
+        out = fn(*args)
+        out.backward()
+    return int(counter.get_total_flops())
