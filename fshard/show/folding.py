@@ -11,11 +11,11 @@ MIN_ROWS = 3
 
 
 class Repetition(NamedTuple):
-    """Rows from `start` on, `size` of them, that repeat `count` times in a row."""
+    """Rows from `start` on, `size` of them, that repeat `layers` times in a row."""
 
     start: int
     size: int
-    count: int
+    layers: int
 
 
 def repetitions(keys: Sequence[object]) -> Iterator[Repetition]:
@@ -24,9 +24,9 @@ def repetitions(keys: Sequence[object]) -> Iterator[Repetition]:
     At every row the repetition that covers most rows is taken, of equal ones the shortest.
 
     >>> [*repetitions("xabcabcabcy")][1]
-    Repetition(start=1, size=3, count=3)
+    Repetition(start=1, size=3, layers=3)
     >>> [*repetitions("aaaaaa")]
-    [Repetition(start=0, size=1, count=6)]
+    [Repetition(start=0, size=1, layers=6)]
     """
     start = 0
     while start < len(keys):
@@ -36,10 +36,10 @@ def repetitions(keys: Sequence[object]) -> Iterator[Repetition]:
                 break
             if keys[start + size] == keys[start]:
                 count = _count(keys, start, size)
-                if count > 1 and count * size > best.count * best.size:
+                if count > 1 and count * size > best.layers * best.size:
                     best = Repetition(start, size, count)
         yield best
-        start += best.count * best.size
+        start += best.layers * best.size
 
 
 def _count(keys: Sequence[object], start: int, size: int) -> int:

@@ -201,8 +201,8 @@ class Roofline:
     def to_dict(self) -> dict[str, Any]:
         """Return the totals and the events as a dict of plain values, for JSON."""
         names = (
-            "flops", "product_flops", "nbytes", "compute", "communication", "exposed", "hidden", "time",
-            "time_in_turn", "intensity", "machine_intensity", "shares", "bound",
+            "flops", "product_flops", "nbytes", "compute", "communication", "exposed", "hidden",
+            "time", "time_in_turn", "intensity", "machine_intensity", "shares", "bound",
         )  # fmt: skip
         return {
             "title": self.title,

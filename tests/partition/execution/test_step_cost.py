@@ -93,8 +93,7 @@ def test_launched_gathers_hide_behind_the_computation() -> None:
                         topology=fs.Topology.dgx_h100())  # fmt: skip
     x = torch.empty(16384, 1024, device="meta")
     roofline = part.trace(dict(net.named_parameters()), x).roofline()
-    gathers = [event for event in roofline.of("communication", "forward")]
-    hidden = [event for event in gathers if not event.waited]
+    hidden = [x for x in roofline.of("communication", "forward") if not x.waited]
     assert hidden
     assert all(roofline.overlapped(event) for event in hidden)
     assert roofline.hidden == pytest.approx(roofline.communication - roofline.exposed)
