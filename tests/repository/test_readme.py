@@ -54,14 +54,14 @@ def printed_blocks() -> list[tuple[str, str]]:
     namespace: dict[str, object] = {"__name__": "readme"}
     pairs: list[tuple[str, str]] = []
     printed = ""
-    for number, (kind, body) in enumerate(BLOCK.findall(README.read_text())):
+    for kind, body in BLOCK.findall(README.read_text()):
         if kind == "text":
             pairs.append((body, printed))
             printed = ""
             continue
         assert printed == "", "README.md shows the output of each python block that prints"
         with contextlib.redirect_stdout(io.StringIO()) as out:
-            exec(compile(body, f"README.md, block {number}", "exec"), namespace)
+            exec(compile(body, "script.py", "exec"), namespace)
         printed = "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines())
     assert printed == ""
     return pairs
