@@ -165,8 +165,7 @@ class LayoutAssigner:
             if result is None and isinstance(node.meta.get("val"), torch.Tensor):
                 fail(f"fs.partition: {node.args[0]}", f"result {args[1]} is used",
                      "a result that is used must have a layout, which the rule leaves out",
-                     "only the results before; fs.apply returns all, on unsharded values"
-                     )  # fmt: skip
+                     "only the results before; fs.apply returns all, unsharded")  # fmt: skip
             return result
         if op is SET_GRAD_ENABLED:
             self.set_grad_mode(args[0])
