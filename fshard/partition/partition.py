@@ -377,12 +377,15 @@ def partition(
             use. `"all"` keeps the arguments alone. A function `policy(op, *args, **kwargs)` decides
             for every operation, with specs in the places of tensors, and for every redistribution,
             as `policy(program, spec)`: True or a `CheckpointPolicy` that saves keeps the results,
-            False or one that recomputes does not. Layouts and values are the same under every
-            policy, and random operations draw the same values again. Launches that run again are
-            coalesced, and one is ahead of its use; where some rank has an empty shard none runs
-            again. Parts that `torch.utils.checkpoint` recomputes stay as they are. Transforms of
-            `torch.func` and graphs of `torch.compile` ignore the option. `explain()` marks by `↻`
-            what runs again, and `trace(*args).saved_bytes()` has the bytes that are kept.
+            False or one that recomputes does not. A list of operations or their names, as that of
+            `torch.utils.checkpoint.create_selective_checkpoint_contexts`, keeps their results alone
+            (`explain()` has the operations of a function: `"matmul"`, say). Layouts and values are
+            the same under every policy, and random operations draw the same values again. Launches
+            that run again are coalesced, and one is ahead of its use; where some rank has an empty
+            shard none runs again. Parts that `torch.utils.checkpoint` recomputes stay as they are.
+            Transforms of `torch.func` and graphs of `torch.compile` ignore the option. `explain()`
+            marks by `↻` what runs again, and `trace(*args).saved_bytes()` has the bytes that are
+            kept.
         replicate: axes along which sharded arguments may be gathered, and work repeated on all
             ranks, where that is modelled as faster. Along the others the layouts of `in_specs` are
             intentions: operations on them stay sharded, except those that have no such rule

@@ -209,16 +209,16 @@ def _load() -> None:
         importlib.import_module(module.name)
 
 
-def overloads(op: Any) -> Iterable[Any]:
+def overloads(op: Any, where: str = "fs.register_rule") -> Iterable[Any]:
     """Return the overloads of a packet or of a name; any other operation is its only one."""
     if isinstance(op, str):
-        return _named(op)
+        return _named(op, where)
     if isinstance(op, OpOverloadPacket):
         return [getattr(op, name) for name in op.overloads()]
     return [op]
 
 
-def _named(name: str) -> Iterable[Any]:
+def _named(name: str, where: str) -> Iterable[Any]:
     """Return the overloads of `"add"` (all of aten), `"add.Tensor"` (one) or `"prims::add"`."""
     space, _, rest = name.rpartition("::")
     base, _, overload = rest.partition(".")
@@ -227,7 +227,7 @@ def _named(name: str) -> Iterable[Any]:
         return overloads(getattr(packet, overload) if overload else packet)
     except AttributeError:
         candidates = [other for other in dir(torch.ops.aten) if other[0] == base[0]]
-        fail("fs.register_rule", repr(name), "the name must be that of an operation of PyTorch",
+        fail(where, repr(name), "the name must be that of an operation of PyTorch",
              did_you_mean(base, candidates, "dir(torch.ops.aten) lists the names"))  # fmt: skip
 
 

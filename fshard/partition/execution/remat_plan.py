@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fshard._util.errors import fail
 from fshard.ops.core.call import Meta, fill_call, name_of
-from fshard.ops.core.registry import row_of
+from fshard.ops.core.registry import overloads, row_of
 from fshard.ops.rules.elementwise.pointwise import pointwise
 from fshard.partition import ir
 from fshard.partition.ir import (
@@ -37,7 +37,7 @@ from fshard.run.autograd.linear_function import ProgramGroup
 GATHERS, ALL = "gathers", "all"
 Policy = Callable[..., Any]
 """Function of an operation or a `Program`, and of its arguments with specs, that keeps or not."""
-Remat = str | Policy | None
+Remat = str | Policy | Sequence[Any] | None
 KEPT = (True, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 RECOMPUTED = (False, CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
@@ -46,9 +46,18 @@ def check_remat(remat: Remat) -> None:
     """Raise `ShardingError` for a value that is not a policy."""
     if remat is None or callable(remat) or remat in (GATHERS, ALL):
         return
+    if isinstance(remat, list | tuple):
+        _operations(remat)
+        return
     fail("fs.partition: remat", repr(remat),
-         "remat must be None, 'gathers', 'all', or a function of an operation and its arguments",
+         "remat must be None, 'gathers', 'all', a function of an operation and its arguments, or a "
+         "list of operations",
          "remat='gathers' gathers parameters again in the backward pass")  # fmt: skip
+
+
+def _operations(remat: Sequence[Any]) -> frozenset[Any]:
+    """Return the overloads of a list of operations, packets of them, and their names."""
+    return frozenset(op for item in remat for op in overloads(item, "fs.partition: remat"))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -195,8 +204,20 @@ class _Chooser:
         self, remat: Remat, lines: Sequence[Line], tensors: Collection[int], where: str
     ) -> None:
         self.remat, self.tensors, self.where = remat, tensors, where
+        if isinstance(remat, list | tuple):
+            self.remat = self.keeping(_operations(remat), lines)
         self.recomputed: set[int] = set()
         self.sends = not any(isinstance(line, Operation) and _has_empty(line) for line in lines)
+
+    def keeping(self, ops: frozenset[Any], lines: Sequence[Line]) -> Policy:
+        """Return the policy that keeps the results of some operations, of which lines have one."""
+        found = dict.fromkeys(x.strategy.call.op for x in lines if isinstance(x, Operation))
+        if found and ops and ops.isdisjoint(found):
+            names = ", ".join(map(str, found))
+            fail(f"{self.where}: remat", ", ".join(sorted(map(str, ops))),
+                 f"one of the operations must be in the function, whose operations are {names}",
+                 f"remat=[torch.ops.{next(iter(found))}]; remat='all' keeps none")  # fmt: skip
+        return lambda op, *args, **kwargs: op in ops
 
     def recomputes(self, line: Line) -> bool:
         """Return True if a line's results are not kept."""

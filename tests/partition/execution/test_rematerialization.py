@@ -146,7 +146,8 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "grad mode": lambda w, x: ((x @ w).tanh() * (x @ w).detach().exp()).sum(),
 }  # fmt: skip
 POLICIES = {
-    "gathers": "gathers", "all": "all", "tanh": keeps("tanh"), "products": keeps("matmul"),
+    "gathers": "gathers", "all": "all", "tanh": keeps("tanh"),
+    "products": ["matmul", torch.ops.aten.bmm],
     "saves": lambda *args, **kwargs: CheckpointPolicy.PREFER_SAVE,
 }  # fmt: skip
 
@@ -360,11 +361,28 @@ def test_transforms_of_torch_func_keep_what_they_keep() -> None:
 
 
 def test_other_policies_are_refused() -> None:
-    with pytest.raises(fs.ShardingError, match=r"remat must be None, 'gathers', 'all', or"):
+    with pytest.raises(fs.ShardingError, match=r"remat must be None, 'gathers', 'all', a"):
         fs.partition(loss, mesh=MESH, remat="gather")
+    args = torch.ones(8, 8, requires_grad=True), torch.ones(8, 8)
     part = fs.partition(FUNCTIONS["views"], mesh=MESH, in_specs=P("x"), remat=lambda *a, **k: "no")
     with pytest.raises(fs.ShardingError, match=r"the policy's answer 'no' for"):
-        part(torch.ones(8, 8, requires_grad=True), torch.ones(8, 8))
+        part(*args)
+    with pytest.raises(fs.ShardingError, match=r"(?s)fs.partition: remat.*'matmull'.*matmul"):
+        fs.partition(FUNCTIONS["views"], mesh=MESH, remat=["matmull"])
+    part = fs.partition(FUNCTIONS["views"], mesh=MESH, in_specs=P("x"), remat=["mm"])
+    with pytest.raises(fs.ShardingError, match=r"remat=\[torch.ops.aten.matmul.default\]"):
+        part(*args)
+
+
+def test_lists_keep_the_results_of_their_operations() -> None:
+    fn = lambda w, x: (x @ w).tanh().exp().sum()  # noqa: E731
+    saved = []
+    for remat in (["matmul"], [torch.ops.aten.matmul.default], keeps("matmul"), "all"):
+        part = fs.partition(fn, mesh=MESH, in_specs=(P(), P("x")), remat=remat)
+        saved.append(
+            part.trace(torch.ones(8, 8, requires_grad=True), torch.ones(8, 8)).saved_bytes().total
+        )
+    assert saved[0] == saved[1] == saved[2] > saved[3]
 
 
 def test_partial_passes_that_keep_the_graph_run_again() -> None:
