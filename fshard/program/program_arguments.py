@@ -11,6 +11,7 @@ import torch
 from fshard._util.errors import Problem, ShardingError, did_you_mean, fail, raise_if
 from fshard.layout.mesh import Mesh
 from fshard.layout.spec import Spec
+from fshard.program.cost.links import JOIN
 from fshard.program.cost.topology import Topology
 from fshard.program.steps import Step
 
@@ -48,7 +49,7 @@ def link_problems(topology: Topology, meshes: Sequence[Mesh]) -> list[Problem]:
       rule:  the axes of links must be among dp, tp
       fix:   did you mean 'tp'?
     """
-    linked = [name for name, _ in topology.links]
+    linked = [axis for name, _ in topology.links for axis in name.split(JOIN)]
     sizes = {axis: size for mesh in meshes for axis, size in mesh.shape.items()}
     without = [axis for axis, size in sizes.items() if size > 1 and not _is_related(axis, linked)]
     unknown = [name for name in linked if without and not _is_related(name, sizes)]

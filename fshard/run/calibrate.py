@@ -6,6 +6,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -13,9 +14,15 @@ import torch.distributed as dist
 
 from fshard._util.errors import Problem, fail, raise_if
 from fshard.layout.mesh import Mesh, as_mesh
-from fshard.program.cost.links import Link, slowest
+from fshard.program.cost.links import JOIN, Link, slowest
+from fshard.program.cost.machines import NVLINK
 from fshard.program.cost.topology import Topology
-from fshard.program.cost.traffic import Traffic, all_gather_traffic, all_to_all_traffic
+from fshard.program.cost.traffic import (
+    Traffic,
+    all_gather_traffic,
+    all_reduce_traffic,
+    all_to_all_traffic,
+)
 from fshard.run.transports.base import (
     Group,
     is_simulated,
@@ -26,20 +33,24 @@ from fshard.run.transports.base import (
 )
 from fshard.run.transports.torch_distributed import ProcessWorld
 
-SIZES = tuple(2**power for power in range(10, 27, 2))
-"""Bytes of the tensors that are gathered and exchanged, from 1 KiB to 64 MiB."""
+SIZES = tuple(2**power for power in range(10, 26, 3))
+"""Bytes of the tensors that are gathered and exchanged, from 1 KiB to 32 MiB."""
 
 REPEATS = 7
-CALLS = {"cpu": 1, "cuda": 8}
-"""Calls that are timed together, by device: on a GPU launches overlap, as in programs."""
+BATCH, MAX_CALLS = 1e-2, 16
+"""Seconds of the calls that are timed together, and how many they are at most."""
 
 COPIED = {"cpu": 2**26, "cuda": 2**29}
 """Bytes of the local copy, by device: more than fit into caches."""
+PRODUCT = {"cpu": 512, "cuda": 4096}
+"""Rows of the matrices that are multiplied, by device."""
 
 
 class Sample(NamedTuple):
-    """Traffic of a collective and its measured time."""
+    """Traffic of a collective in a group, named by its axis, and its measured time."""
 
+    group: str
+    exchange: bool
     traffic: Traffic
     seconds: float
 
@@ -47,14 +58,14 @@ class Sample(NamedTuple):
 def calibrate(
     mesh: Mesh, /, *, seconds: float = 10.0, save: str | os.PathLike[str] | None = None
 ) -> Topology:
-    """Measure latency and bandwidth along each mesh axis, the time of a launch, and local copies.
+    """Measure links along each mesh axis, launches, local copies, products and small operations.
 
-    Every process must call it, also one outside of the mesh. All groups of an axis gather and
-    exchange tensors of growing sizes at the same time, as in programs; latency and bandwidth are
-    the least squares of the cost model over the medians of the slowest rank (after Hockney 1994,
-    and LogGP of Alexandrov et al. 1995). The time of a message apart from its round needs a mesh of
-    at least 3 ranks. On GPUs NCCL is measured, with some 1.5 GiB of memory on each. Nothing else
-    must run on the devices or links.
+    Every process must call it, also one outside of the mesh. All groups of an axis gather, reduce
+    and exchange tensors of growing sizes at the same time, as in programs; latency and bandwidths
+    are the least squares of the cost model over the times of the slowest rank, medians of several
+    rounds (after Hockney 1994, and LogGP of Alexandrov et al. 1995). The time of a message
+    apart from its round needs a mesh of at least 3 ranks. On GPUs NCCL is measured, with some 1.5
+    GiB of memory on each. Nothing else must run on the devices or links.
 
     Args:
         mesh: the mesh whose axes are measured; other axes get the slowest of its links.
@@ -78,7 +89,7 @@ def calibrate(
     mesh = as_mesh(mesh, "fs.calibrate")
     world = _world(mesh, seconds, save)
     axes = tuple(axis for axis, size in mesh.shape.items() if size > 1)
-    results = torch.zeros(4 + 2 * len(axes), dtype=torch.float64, device=world.device)
+    results = torch.zeros(6 + 3 * len(_names(axes)), dtype=torch.float64, device=world.device)
     first = mesh.ranks[0]
     with labelled(label_of("calibrate", mesh)):
         if world.rank in mesh:
@@ -128,20 +139,18 @@ def _no_ranks(mesh: Mesh) -> NoReturn:
 
 def _topology(axes: Sequence[str], measured: Sequence[float]) -> Topology:
     """Return the topology of the values that `_measure` returns."""
-    launch, memory, message, *rest = measured
-    links = {axis: Link(*rest[2 * i : 2 * i + 2]) for i, axis in enumerate(axes)}
-    if not links:
-        return Topology("calibrated", launch=launch, memory=memory, message=message)
-    link = slowest(links.values())
+    launch, memory, message, kernel, flops, *rest = measured
+    links = {name: Link(*rest[3 * i : 3 * i + 3]) for i, name in enumerate(_names(axes))}
+    link = slowest(links.values()) if links else NVLINK
     return Topology(
-        "calibrated",
-        inner=link,
-        outer=link,
-        links=tuple(sorted(links.items())),
-        launch=launch,
-        memory=memory,
-        message=message,
-    )
+        "calibrated", inner=link, outer=link, links=tuple(sorted(links.items())), launch=launch,
+        memory=memory, message=message, kernel=kernel, flops=(("float32", flops),),
+    )  # fmt: skip
+
+
+def _names(axes: Sequence[str]) -> list[str]:
+    """Return the names of the links that are measured: of each axis, and of all together."""
+    return [*axes, *([JOIN.join(axes)] if len(axes) > 1 else [])]
 
 
 def _written(topology: Topology, save: str | os.PathLike[str] | None) -> bool:
@@ -157,89 +166,124 @@ def _written(topology: Topology, save: str | os.PathLike[str] | None) -> bool:
 # -- measuring -----------------------------------------------------------------------------
 
 
+class _Run(NamedTuple):
+    """Collective that is measured: its group, its traffic and a function that launches it."""
+
+    group: str
+    exchange: bool
+    traffic: Traffic
+    start: Callable[[], Callable[[], object]]
+
+    def call(self) -> object:
+        """Launch the collective and wait for it."""
+        return self.start()()
+
+
 def _measure(world: ProcessWorld, mesh: Mesh, axes: Sequence[str], seconds: float) -> list[float]:
-    """Return launch, memory, message, and latency and bandwidth per axis; equal on all ranks."""
+    """Return the figures of `_topology`, equal on all ranks."""
     ranks = tuple(mesh.ranks)
     nbytes = COPIED[world.device.type]
     one = torch.zeros(nbytes, dtype=torch.uint8, device=world.device)
-    other = torch.zeros_like(one)
-    copied = _timed(world, ranks, lambda: other.copy_(one))
+    other, small = torch.zeros_like(one), torch.zeros(8, device=world.device)
+    side = PRODUCT[world.device.type]
+    matrix = torch.zeros(side, side, device=world.device)
+    locally = (lambda: other.copy_(one), lambda: small.add_(1.0), lambda: matrix @ matrix)
+    copied, kernel, product = _typical(world, ranks, locally)
     launch = _launch_seconds(world, ranks)
-    message = _message(*_shift_and_swap(world, ranks))
-    numbers = [launch, 2 * nbytes / copied, message]
-    for axis in axes:
-        group = mesh.group(world.rank, axis)
-        link = _fit(_samples(world, ranks, group, seconds / len(axes)), launch, message)
-        numbers += [link.latency, link.bandwidth]
+    samples = _samples(world, mesh, axes, seconds)
+    message, links = _fit(samples, launch)
+    numbers = [launch, 2 * nbytes / copied, message, kernel, 2 * side**3 / max(product, 1e-9)]
+    for name in _names(axes):
+        link = links[name]
+        numbers += [link.latency, link.bandwidth, link.of_exchanges().bandwidth]
     return [float(f"{number:.4g}") for number in numbers]
 
 
-def _samples(world: ProcessWorld, ranks: Group, group: Group, seconds: float) -> list[Sample]:
-    """Time gathers and exchanges of growing sizes in all groups at once, for some seconds."""
-    n, remaining = len(group), seconds
-    samples: list[Sample] = []
+def _samples(world: ProcessWorld, mesh: Mesh, axes: Sequence[str], seconds: float) -> list[Sample]:
+    """Time collectives of growing sizes in all groups at once, in rounds, for some seconds."""
+    remaining, samples = seconds, list[Sample]()
+    groups = {name: mesh.group(world.rank, name.split(JOIN)) for name in _names(axes)}
     for size in SIZES:
-        shard = -(-size // n)
-        x = torch.zeros(n * shard, dtype=torch.uint8, device=world.device)
-        own, pieces = x[:shard], [shard] * n
-        spent = 0.0
-        for traffic, run in (
-            (all_gather_traffic(n, shard), lambda own=own: world.all_gather(own, group)()),
-            (
-                all_to_all_traffic(n, n * shard),
-                lambda x=x, pieces=pieces: world.all_to_all(x, pieces, pieces, group)(),
-            ),
-        ):
-            duration = _timed(world, ranks, run)
-            samples.append(Sample(traffic, duration))
-            spent += (REPEATS + 1) * CALLS[world.device.type] * duration
-        remaining -= spent
+        runs = [run for name, group in groups.items() for run in _runs(world, group, name, size)]
+        if not runs:
+            break
+        times = _typical(world, tuple(mesh.ranks), [run.call for run in runs])
+        samples += [Sample(run.group, run.exchange, run.traffic, t)
+                    for run, t in zip(runs, times, strict=True)]  # fmt: skip
+        remaining -= _spent(times)
         # Durations are equal on all ranks, so that all end with the same size.
-        if remaining < spent * SIZES[1] / SIZES[0]:
+        if remaining < _spent([SIZES[1] / SIZES[0] * t for t in times]):
             break
     return samples
 
 
-def _shift_and_swap(world: ProcessWorld, ranks: Group) -> tuple[Sample, Sample]:
-    """Time one message per rank, to the next one, and one to every other rank."""
-    n, index = len(ranks), ranks.index(world.rank)
-    x = torch.zeros(n, dtype=torch.uint8, device=world.device)
-    send = [int(i == (index + 1) % n) for i in range(n)]
-    receive = [int(i == (index - 1) % n) for i in range(n)]
-
-    def shift() -> torch.Tensor:
-        return world.all_to_all(x[:1], send, receive, ranks)()
-
-    def swap() -> torch.Tensor:
-        return world.all_to_all(x, [1] * n, [1] * n, ranks)()
-
-    one, many = Traffic(1, 1, 1, 1), all_to_all_traffic(n, n)
-    return Sample(one, _timed(world, ranks, shift)), Sample(many, _timed(world, ranks, swap))
-
-
-def _message(one: Sample, many: Sample) -> float:
-    """Return the seconds of a message beside its round, from two exchanges of few bytes."""
-    more = many.traffic.messages - one.traffic.messages
-    return max(0.0, (many.seconds - one.seconds) / more) if more > 0 else 0.0
+def _runs(world: ProcessWorld, group: Group, name: str, size: int) -> list[_Run]:
+    """Return a gather, two reductions and two exchanges of `size` bytes in a group."""
+    n, index = len(group), group.index(world.rank)
+    shard = -(-size // (4 * n))
+    x = torch.zeros(n * shard, device=world.device)
+    own, rows, pieces = x[:shard], x.view(n, shard), [shard] * n
+    to, source = ([shard * (i == (index + step) % n) for i in range(n)] for step in (1, -1))
+    gathered, swapped = all_gather_traffic(n, 4 * shard), all_to_all_traffic(n, 4 * n * shard)
+    reduced, shifted = all_reduce_traffic(n, 4 * n * shard, 4), Traffic(4 * shard, 4 * shard, 1, 1)
+    return [
+        _Run(name, False, gathered, partial(world.all_gather, own, group)),
+        _Run(name, False, gathered, partial(world.reduce_scatter, rows, "sum", group)),
+        _Run(name, False, reduced, partial(world.all_reduce, x, "sum", group)),
+        _Run(name, True, swapped, partial(world.all_to_all, x, pieces, pieces, group)),
+        _Run(name, True, shifted, partial(world.all_to_all, own, to, source, group)),
+    ]
 
 
-def _fit(samples: Sequence[Sample], launch: float, message: float) -> Link:
-    """Fit latency and bandwidth, both positive, by least squares of relative errors."""
-    mm = mb = bb = mt = bt = 0.0
-    for traffic, seconds in samples:
-        m, b = traffic.rounds / seconds, traffic.received / seconds
-        t = 1 - (launch + traffic.messages * message) / seconds
-        mm, mb, bb, mt, bt = mm + m * m, mb + m * b, bb + b * b, mt + m * t, bt + b * t
-    scale = mm * bb - mb * mb
-    latency = (mt * bb - bt * mb) / scale if scale > 0 else 0.0
-    pace = (bt - latency * mb) / bb
-    if latency < 0:
-        latency, pace = 0.0, bt / bb
-    if pace <= 0:
-        # Latency dominated all samples: only a lower bound of the bandwidth is known.
-        largest = max(samples, key=lambda sample: sample.traffic.received)
-        pace, latency = largest.seconds / largest.traffic.received, max(0.0, mt / mm)
-    return Link(latency, 1 / pace)
+def _fit(samples: Sequence[Sample], launch: float) -> tuple[float, dict[str, Link]]:
+    """Fit the seconds of a message, and the link of each group, to measured times.
+
+    They are the least squares of relative errors among figures of at least 0.
+    """
+    names = list(dict.fromkeys(sample.group for sample in samples))
+    if not names:
+        return 0.0, {}
+    table = torch.zeros(len(samples), 1 + 3 * len(names), dtype=torch.float64)
+    for i, (name, exchange, traffic, seconds) in enumerate(samples):
+        first = 1 + 3 * names.index(name)
+        table[i, 0], table[i, first] = traffic.messages / seconds, traffic.rounds / seconds
+        table[i, first + 1 + exchange] = max(traffic.sent, traffic.received) / seconds
+    goal = torch.tensor([max(0.0, 1 - launch / sample.seconds) for sample in samples]).double()
+    figures = _least_squares(table, goal)
+    links = {}
+    for i, name in enumerate(names):
+        latency, *paces = figures[1 + 3 * i : 4 + 3 * i]
+        own = [sample for sample in samples if sample.group == name]
+        rates = [1 / pace if pace > 0 else _largest_rate(own) for pace in paces]
+        links[name] = Link(latency, rates[0], None if rates[0] == rates[1] else rates[1])
+    return figures[0], links
+
+
+def _largest_rate(samples: Sequence[Sample]) -> float:
+    """Return the bytes per second of the largest sample, a lower bound of the bandwidth.
+
+    It is the bandwidth where latency dominates all samples.
+    """
+    largest = max(samples, key=lambda sample: sample.traffic.received)
+    return largest.traffic.received / largest.seconds
+
+
+def _least_squares(table: torch.Tensor, goal: torch.Tensor) -> list[float]:
+    """Return the least squares of figures of at least 0: negative ones are left out in turn."""
+    scale = table.norm(dim=0).clamp_min(1e-300)
+    columns = [i for i in range(table.shape[1]) if table[:, i].any()]
+    while columns:
+        chosen = (table / scale)[:, columns]
+        # The fit of least norm shares time among columns that are alike, such as the messages and
+        # the rounds of groups of two.
+        solution = torch.linalg.pinv(chosen, rtol=1e-9) @ goal
+        least = int(solution.argmin())
+        if solution[least] >= 0:
+            result = torch.zeros(table.shape[1], dtype=torch.float64)
+            result[columns] = solution
+            return [float(x) for x in (result / scale).unbind()]
+        del columns[least]
+    return [0.0] * table.shape[1]
 
 
 def _launch_seconds(world: ProcessWorld, ranks: Group) -> float:
@@ -251,23 +295,40 @@ def _launch_seconds(world: ProcessWorld, ranks: Group) -> float:
         finish = world.all_gather(x, ranks)
         times.append(time.perf_counter() - start)
         finish()
-    return _slowest(world, ranks, statistics.median(times))
+    return _slowest(world, ranks, [statistics.median(times)])[0]
 
 
-def _timed(world: ProcessWorld, ranks: Group, run: Callable[[], object]) -> float:
-    """Return the median seconds of a call on the slowest of `ranks`."""
-    times = []
-    calls = CALLS[world.device.type]
-    for _ in range(REPEATS + 1):
-        start = time.perf_counter()
-        for _ in range(calls):
-            run()
-        if world.device.type == "cuda":
-            torch.cuda.synchronize(world.device)
-        times.append((time.perf_counter() - start) / calls)
-    return _slowest(world, ranks, statistics.median(times[1:]))
+def _typical(
+    world: ProcessWorld, ranks: Group, runs: Sequence[Callable[[], object]]
+) -> list[float]:
+    """Return the seconds of each call, of the slowest of `ranks`: the median of several rounds."""
+    first = _slowest(world, ranks, [_seconds(world, run, 2) for run in runs])
+    calls = [max(1, min(MAX_CALLS, int(BATCH / max(seconds, 1e-9)))) for seconds in first]
+    times = [
+        _seconds(world, run, n) for _ in range(REPEATS) for run, n in zip(runs, calls, strict=True)
+    ]
+    slowest_of = _slowest(world, ranks, times)
+    return [statistics.median(slowest_of[i :: len(runs)]) for i in range(len(runs))]
 
 
-def _slowest(world: ProcessWorld, ranks: Group, seconds: float) -> float:
-    value = torch.tensor([seconds], dtype=torch.float64, device=world.device)
-    return float(world.all_reduce(value, "max", ranks)().item())
+def _spent(times: Sequence[float]) -> float:
+    """Return the seconds that the rounds take of calls that take so long."""
+    return sum(2 * seconds + REPEATS * max(seconds, min(BATCH, MAX_CALLS * seconds))
+               for seconds in times)  # fmt: skip
+
+
+def _seconds(world: ProcessWorld, run: Callable[[], object], count: int) -> float:
+    """Return the seconds of one of several calls in turn; on a GPU their launches overlap."""
+    start = time.perf_counter()
+    for _ in range(count):
+        run()
+    if world.device.type == "cuda":
+        torch.cuda.synchronize(world.device)
+    return (time.perf_counter() - start) / count
+
+
+def _slowest(world: ProcessWorld, ranks: Group, seconds: Sequence[float]) -> list[float]:
+    """Return the largest of all ranks' numbers, one by one."""
+    value = torch.tensor(seconds, dtype=torch.float64, device=world.device)
+    largest: list[float] = world.all_reduce(value, "max", ranks)().tolist()
+    return largest

@@ -12,7 +12,7 @@ from fshard.program.cost.links import Link
 from fshard.program.cost.model import collective_time as time_of
 from fshard.program.cost.topology import Topology
 from fshard.program.cost.traffic import Traffic, all_gather_traffic, all_to_all_traffic
-from fshard.run.calibrate import Sample, _fit, _message
+from fshard.run.calibrate import Sample, _fit
 from tests.helpers import spec_grid
 
 NO_RANKS = spec_grid.message(
@@ -43,43 +43,71 @@ def test_calibrate_requires_a_mesh() -> None:
     )
 
 
-def moved(n: int) -> list[Traffic]:
+def moved(n: int) -> list[tuple[bool, Traffic]]:
+    """Return the traffic of gathers and exchanges, of all other ranks or of the next one."""
     shards = [2**power for power in range(10, 27, 4)]
     return [
-        item for s in shards for item in (all_gather_traffic(n, s), all_to_all_traffic(n, n * s))
+        item
+        for shard in shards
+        for item in (
+            (False, all_gather_traffic(n, shard)),
+            (True, all_to_all_traffic(n, n * shard)),
+            (True, Traffic(shard, shard, 1, 1)),
+        )
     ]
 
 
-TIMES = st.floats(1e-7, 1e-2)
-
-
-@given(st.integers(2, 9), TIMES, TIMES, st.floats(1e6, 1e12), st.floats(0, 1e-4))
-def test_fit_recovers_the_model(
-    n: int, latency: float, message: float, rate: float, launch: float
-) -> None:
+def sampled(groups: dict[str, tuple[int, Link]], launch: float, message: float) -> list[Sample]:
+    """Return the times of the model for groups of some ranks on some links."""
     local = Topology(launch=launch, message=message, memory=1.0)
-    samples = [Sample(item, time_of(local, Link(latency, rate), item, 0)) for item in moved(n)]
-    link = _fit(samples, launch, message)
-    for item, seconds in samples:
+    return [
+        Sample(name, exchange, item,
+               time_of(local, link.of_exchanges() if exchange else link, item, 0))
+        for name, (n, link) in groups.items()
+        for exchange, item in moved(n)
+    ]  # fmt: skip
+
+
+TIMES = st.floats(1e-7, 1e-2)
+RATES = st.floats(1e6, 1e12)
+LINKS = st.builds(Link, TIMES, RATES, RATES)
+
+
+@given(LINKS, LINKS, st.integers(2, 9), st.integers(3, 9), TIMES, st.floats(0, 1e-4))
+def test_fit_recovers_the_model(
+    one: Link, other: Link, n: int, m: int, message: float, launch: float
+) -> None:
+    """The times of the fit are those that were measured, of gathers and of exchanges."""
+    samples = sampled({"x": (n, one), "y": (m, other)}, launch, message)
+    found, links = _fit(samples, launch)
+    local = Topology(launch=launch, message=found, memory=1.0)
+    for name, exchange, item, seconds in samples:
+        link = links[name].of_exchanges() if exchange else links[name]
         assert time_of(local, link, item, 0) == pytest.approx(seconds, rel=1e-3)
 
 
-@given(st.integers(3, 9), TIMES, TIMES, st.floats(0, 1e-4))
-def test_fit_recovers_the_cost_of_a_message(
-    n: int, latency: float, message: float, launch: float
-) -> None:
-    local, link = Topology(launch=launch, message=message), Link(latency, 1e15)
-    sent = Traffic(1, 1, 1, 1), all_to_all_traffic(n, n)
-    one, many = (Sample(item, time_of(local, link, item, 0)) for item in sent)
-    assert _message(one, many) == pytest.approx(message, rel=1e-3, abs=1e-9)
-    assert _message(one, one) == 0
+@given(st.lists(st.floats(1e-6, 1.0), min_size=15, max_size=15), st.floats(0, 1e-2))
+def test_fit_is_positive_for_any_samples(seconds: list[float], launch: float) -> None:
+    """A `Link` refuses figures that are not physical."""
+    samples = [Sample("x", *item, t) for item, t in zip(moved(3), seconds, strict=True)]
+    message, links = _fit(samples, launch)
+    assert message >= 0
+    assert isinstance(links["x"], Link)
+    assert _fit([], launch) == (0.0, {})
 
 
-@given(st.lists(st.floats(1e-6, 1.0), min_size=10, max_size=10), st.floats(0, 1e-2), TIMES)
-def test_fit_is_positive_for_any_samples(
-    seconds: list[float], launch: float, message: float
-) -> None:
-    samples = [Sample(*item) for item in zip(moved(3), seconds, strict=True)]
-    link = _fit(samples, launch, message)
-    assert _message(*samples[:2]) >= 0
-    assert isinstance(link, Link)  # which refuses what is not physical
+def test_links_of_several_axes_and_of_exchanges() -> None:
+    """A link named after two axes is that of collectives over both, in any order."""
+    mesh, slow = fs.Mesh(x=2, y=2, z=2), Link(1e-3, 1e9, exchange=2e9)
+    fast = Link(1e-6, 4e9)
+    wires = Topology.of({"x": fast, "y": slow, "x,y": Link(2e-3, 3e9)})
+    assert wires.link(mesh, ("y", "x")) == wires.link(mesh, ("x", "y")) == Link(2e-3, 3e9)
+    assert wires.link(mesh, "y") == slow
+    assert wires.link(mesh, "y", exchange=True) == Link(1e-3, 2e9)
+    assert wires.link(mesh, ("x", "z"), exchange=True).bandwidth == 4e9
+    both = Topology.of({"x": fast, "y": slow}).link(mesh, ("x", "y"))
+    assert (both.latency, both.bandwidth, both.of_exchanges().bandwidth) == (1e-3, 1e9, 2e9)
+    src = fs.Spec(mesh, fs.P(("x", "y", "z")), shape=(8,))
+    assert fs.redistribute(src, src.replace(partition=fs.P()), topology=wires).cost().time > 1e-3
+    with pytest.raises(ShardingError, match="bandwidth above 0"):
+        Link(0.0, 1.0, exchange=0.0)

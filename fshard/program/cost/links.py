@@ -7,15 +7,21 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from fshard._util.errors import Problem, fail, raise_if
+from fshard._util.text import rate_text, time_text
+
+JOIN = ","
+"""Text between the axes of a link of several axes at once."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Link:
     """Link between two devices.
 
     Args:
         latency: Seconds, at least 0.
         bandwidth: Bytes per second in each direction, above 0.
+        exchange: Bytes per second of exchanges and permutations, None for `bandwidth`. Libraries
+            run them by other algorithms than gathers and reductions.
 
     Raises:
         ShardingError: If a value is out of range or not a number.
@@ -27,12 +33,30 @@ class Link:
 
     latency: float
     bandwidth: float
+    exchange: float | None = None
 
     def __post_init__(self) -> None:
-        valid = is_number(self.latency) and is_number(self.bandwidth)
-        if not (valid and self.latency >= 0 and self.bandwidth > 0):
+        rates = [self.bandwidth] if self.exchange is None else [self.bandwidth, self.exchange]
+        valid = is_number(self.latency) and all(map(is_number, rates))
+        if not (valid and self.latency >= 0 and min(rates) > 0):
             fail("fs.Link", f"{self!r}", "latency must be at least 0 and bandwidth above 0",
                  "Link(latency=1e-6, bandwidth=100e9)")  # fmt: skip
+
+    def __repr__(self) -> str:
+        more = "" if self.exchange is None else f", exchange={self.exchange!r}"
+        return f"Link(latency={self.latency!r}, bandwidth={self.bandwidth!r}{more})"
+
+    def __str__(self) -> str:
+        swaps = "" if self.exchange is None else f", {rate_text(self.exchange)} in exchanges"
+        return f"{time_text(self.latency)}, {rate_text(self.bandwidth)}{swaps}"
+
+    def of_exchanges(self) -> Link:
+        """Return the link as exchanges and permutations have it.
+
+        >>> Link(1e-6, 80e9, exchange=50e9).of_exchanges()
+        Link(latency=1e-06, bandwidth=50000000000.0)
+        """
+        return self if self.exchange is None else Link(self.latency, self.exchange)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +122,14 @@ def is_number(value: object) -> bool:
 
 
 def slowest(links: Iterable[Link]) -> Link:
-    """Return the largest latency and the least bandwidth of some links."""
+    """Return the largest latency and the least bandwidths of some links."""
     links = tuple(links)
     if len(links) == 1:
         return links[0]
-    return Link(max(link.latency for link in links), min(link.bandwidth for link in links))
+    latency, bandwidth = max(x.latency for x in links), min(x.bandwidth for x in links)
+    exchange = min(x.of_exchanges().bandwidth for x in links)
+    differs = any(x.exchange is not None for x in links)
+    return Link(latency, bandwidth, exchange if differs else None)
 
 
 def own_link(links: Mapping[str, Link], axis: str) -> Link | None:

@@ -25,7 +25,7 @@ from fshard._util.notebook_view import NotebookView
 from fshard._util.text import rate_text, time_text
 from fshard.layout.mesh import Axes, Mesh, as_axes, as_mesh
 from fshard.program.cost.link_groups import switch_link, torus_link
-from fshard.program.cost.links import Link, Torus, is_number, own_link, slowest
+from fshard.program.cost.links import JOIN, Link, Torus, is_number, own_link, slowest
 from fshard.program.cost.machines import INFINIBAND, KERNEL, NVLINK, gpu_fields, tpu_fields
 from fshard.program.cost.topology_files import as_path, read_topology, topology_json
 
@@ -48,7 +48,8 @@ class Topology(NotebookView):
         outer: The link from a device to the network between nodes. An oversubscribed network is
             one of less bandwidth.
         node_size: Devices of a node; None is a single node of any size, or of the torus's size.
-        links: Pairs (mesh axis, link) of axes that have their own.
+        links: Pairs (mesh axis, link) of axes that have their own. The name `"x,y"` is that of
+            collectives over both axes at once; without one they have the slowest of their links.
         launch: Seconds to start a collective.
         memory: Bandwidth of local copies, in bytes per second.
         message: Seconds to post one of several messages that are sent together.
@@ -357,10 +358,7 @@ class Topology(NotebookView):
     def __str__(self) -> str:
         links = [("inner", self.inner_link)]
         links += [("outer", self.outer)] if self.node_size is not None else []
-        rows = [
-            (name, f"{time_text(link.latency)}, {rate_text(link.bandwidth)}")
-            for name, link in (*links, *self.links)
-        ]
+        rows = [(name, str(link)) for name, link in (*links, *self.links)]
         rows += [(x, time_text(getattr(self, x))) for x in ("launch", "message", "kernel")]
         capacity = f", {self.capacity:,} B" if self.capacity else ""
         rows += [("memory", f"{rate_text(self.memory)}{capacity}")]
@@ -470,15 +468,20 @@ class Topology(NotebookView):
 
 @lru_cache(maxsize=4096)
 def _link(topology: Topology, mesh: Mesh, axes: tuple[str, ...], exchange: bool) -> Link:
-    links = dict(topology.links)
+    links, inner, outer = dict(topology.links), topology.inner, topology.outer
+    if exchange:
+        links = {axis: link.of_exchanges() for axis, link in links.items()}
+        outer = outer.of_exchanges()
+        inner = inner.of_exchanges() if isinstance(inner, Link) else inner
+    if (joint := links.get(JOIN.join(axis for axis in mesh.axes if axis in axes))) is not None:
+        return joint
     own = [link for axis in axes if (link := own_link(links, axis)) is not None]
     rest = tuple(axis for axis in axes if own_link(links, axis) is None)
     if rest:
-        inner, outer, size = topology.inner, topology.outer, topology.node_size
         if isinstance(inner, Torus):
             own.append(torus_link(inner, outer, mesh, rest, exchange))
         else:
-            own.append(switch_link(inner, outer, size, mesh, rest, exchange))
+            own.append(switch_link(inner, outer, topology.node_size, mesh, rest, exchange))
     return slowest(own) if own else topology.inner_link
 
 

@@ -86,7 +86,7 @@ def _read_links(
     for name, value in read.items():
         given, keys = f"{file} with {name}", {*value} if isinstance(value, dict) else set()
         link: Link | Torus | None = None
-        if keys == {field.name for field in fields(Link)}:
+        if {"latency", "bandwidth"} <= keys <= {field.name for field in fields(Link)}:
             link = _build(given, partial(Link, **value), problems)
         elif name == "inner" and keys == {field.name for field in fields(Torus)}:
             edge = _read_links({f"{name}.link": value["link"]}, file, problems)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import fshard as fs
 from fshard._util.errors import ShardingError
@@ -46,10 +47,12 @@ def test_topology_is_equal_on_every_rank(size: int, mesh: fs.Mesh, tmp_path: Pat
     assert all(other == first for other in rest)
     assert_sane(first)
     assert first.name == "calibrated"
-    assert [axis for axis, _ in first.links] == sorted(a for a, n in mesh.shape.items() if n > 1)
+    axes = [axis for axis, n in mesh.shape.items() if n > 1]
+    assert {name for name, _ in first.links} == {*axes, *([",".join(axes)] if axes[1:] else [])}
+    assert 0 < first.flops_per_second(torch.float32) < math.inf
     assert fs.Topology.load(path) == first
-    for axis, link in first.links:
-        assert first.link(mesh, axis) == link
+    for name, link in first.links:
+        assert first.link(mesh, name.split(",")) == link
         assert first.inner.latency >= link.latency
         assert first.inner.bandwidth <= link.bandwidth
     src = fs.Spec(mesh, fs.P(mesh.axes), shape=(12,))
