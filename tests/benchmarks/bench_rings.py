@@ -20,13 +20,11 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard as fs
 from fshard import Mesh, P
-from fshard.layout.tree import tensors_in
 from tests.helpers.gloo.harness import close_all, run_ranks
+from tests.helpers.tensor_memory import LiveBytes
 
 RANKS, LENGTH, HEADS, WIDTH, ROUNDS = 4, 4096, 2, 32, 9
 GOAL = 1.1
@@ -153,26 +151,6 @@ def times_on_rank(length: int, rounds: int) -> dict[str, list[list[float]]]:
     for name in runs:
         torch.testing.assert_close(results[name], results["ring by hand"], rtol=1e-4, atol=1e-4)
     return times
-
-
-class LiveBytes(TorchDispatchMode):
-    """Peak bytes of the tensors that operations of a block return and that live at once."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.live: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for x in tensors_in(out):
-            if x.is_meta:
-                continue
-            storage = x.untyped_storage()
-            self.live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.live = {key: row for key, row in self.live.items() if not row[0].expired()}
-        self.peak = max(self.peak, sum(nbytes for _, nbytes in self.live.values()))
-        return out
 
 
 def memory_on_rank(ranks: int, length: int) -> dict[str, int]:

@@ -13,7 +13,7 @@ from torch.nn import init
 
 import fshard as fs
 from fshard import P
-from tests.helpers.largest_tensor import LargestTensor
+from tests.helpers.tensor_memory import LargestTensor
 
 R, KEY = fs.random, fs.random.key(3)
 MESHES = (fs.Mesh(x=1, y=1), fs.Mesh(x=2, y=3), fs.Mesh(x=8), fs.Mesh(x=5))

@@ -16,8 +16,8 @@ import fshard as fs
 from fshard import P, ShardingError
 from fshard.ops.prng import threefry
 from fshard.ops.prng.threefry import Box, derive_keys, fill_box, hash_counter, key_words
-from tests.helpers.largest_tensor import LargestTensor
 from tests.helpers.spec_grid import all_specs, message
+from tests.helpers.tensor_memory import LargestTensor
 
 KEY = fs.random.key(7)
 MESH = fs.Mesh(dp=2, tp=3)

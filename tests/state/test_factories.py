@@ -11,7 +11,7 @@ import torch
 
 import fshard as fs
 from fshard import P
-from tests.helpers.largest_tensor import LargestTensor
+from tests.helpers.tensor_memory import LargestTensor
 
 MESHES = (fs.Mesh(x=1, y=1), fs.Mesh(x=2, y=3), fs.Mesh(x=8), fs.Mesh(x=5))
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64)

@@ -132,7 +132,7 @@ def test_modules_are_initialised_equally_on_every_mesh(mesh: Mesh) -> None:
 
 def test_each_rank_initialises_its_shards_alone() -> None:
     """The largest tensor is a shard: a model larger than a rank's memory is initialised."""
-    from tests.helpers.largest_tensor import LargestTensor
+    from tests.helpers.tensor_memory import LargestTensor
 
     def large(key: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"w": fs.random.normal(key, (64, 64)) * 0.02, "b": fs.random.uniform(key, (64,))}

@@ -29,7 +29,7 @@ from fshard.program.cost.topology import Topology
 from fshard.program.cost.traffic import max_local_nbytes
 
 MAX_ALTERNATIVES = 6
-MAX_PREFERENCES = 5
+MAX_PREFERENCES = 6
 """Number of sets of roles that an axis prefers one to the other."""
 RELATIVE_TOLERANCE = 0.999
 """Strategies that could be faster by less than a thousandth are not looked for."""
@@ -249,11 +249,12 @@ def _options_by_axis(
                                    arguments.operands, launched,
                                    [{} for _ in specs])  # fmt: skip
             sets = _preferences(roles, on_axis, stays, keeps)
-            for choice in sets[min(relaxed, len(sets) - 1) :]:
+            for choice, uneven in sets[min(relaxed, len(sets) - 1) :]:
                 options = (
-                    _option(role, index, context, role.factor is not None and role.factor == hint)
+                    _option(role, index, context, role.factor is not None and role.factor == hint,
+                            uneven)
                     for index, role in enumerate(choice)
-                )
+                )  # fmt: skip
                 cached[key] = sorted((o for o in options if o), key=lambda option: option.cost)
                 if cached[key]:
                     break
@@ -264,19 +265,25 @@ def _options_by_axis(
 def _preferences(
     roles: tuple[Role, ...], states: Sequence[AxisState], held: frozenset[int],
     kept: frozenset[int],
-) -> list[tuple[Role, ...]]:  # fmt: skip
+) -> list[tuple[tuple[Role, ...], bool]]:  # fmt: skip
     """Return sets of roles, the most preferred first; the last has all.
 
-    Operands `held` keep their states. So do those `kept`, unless others are sharded too; else one
-    of the operands is sharded.
+    Operands `held` keep their states. So do those `kept`, unless others are sharded too; else the
+    results stay sharded along the dims that they then were, as the product of two sharded dims;
+    else one of the operands is sharded. With a set comes True if its shards may be uneven.
     """
     sharded = frozenset(i for i, state in enumerate(states) if state.name == "sharded")
     stay = tuple(r for r in roles if all(r.operands[i] == states[i] for i in held))
     works = tuple(r for r in roles if any(r.operands[i].name == "sharded" for i in sharded))
-    sets = [tuple(r for r in stay if r in works), stay, works] if kept else [stay]
+    sets = [(stay, False)]
+    if kept:
+        sets = [(tuple(r for r in stay if r in works), False), *sets, (works, False)]
     if kept == sharded:
-        sets.insert(0, tuple(r for r in stay if all(r.operands[i] == states[i] for i in kept)))
-    return [*sets, roles]
+        exact = tuple(r for r in stay if all(r.operands[i] == states[i] for i in kept))
+        dims = {dim for role in exact for dim in role.sharded_dims}
+        near = tuple(r for r in stay if r in works and dims & r.sharded_dims)
+        sets[:0] = [(exact, False), (near, True)]
+    return [*sets, (roles, False)]
 
 
 class _AxisContext(NamedTuple):
@@ -306,13 +313,15 @@ class _AxisContext(NamedTuple):
     changes: list[dict[AxisState, ChangeCost | None]]
 
 
-def _option(role: Role, index: int, axis: _AxisContext, hinted: bool) -> _Option | None:
+def _option(
+    role: Role, index: int, axis: _AxisContext, hinted: bool, uneven: bool
+) -> _Option | None:
     """Return a role with its cost on an axis.
 
     None if a state change is impossible, or if no operand suggests the role (`_is_plausible`).
     """
     topology, links, n = axis.topology, axis.links, axis.n
-    if not hinted and not _is_plausible(role, axis):
+    if not hinted and not _is_plausible(role, axis, uneven):
         return None
     time = back = saved = 0.0
     sends = False
@@ -369,13 +378,17 @@ def _hinted_factors(
     }
 
 
-def _is_plausible(role: Role, axis: _AxisContext) -> bool:
-    """Return True if the role shards or keeps unreduced only where some operand already is so."""
+def _is_plausible(role: Role, axis: _AxisContext, uneven: bool) -> bool:
+    """Return True if the role shards or keeps unreduced only where some operand already is so.
+
+    New shards are of equal sizes, unless they may be `uneven`.
+    """
     if role.factor is not None:
         if "sharded" not in axis.state_names and "unreduced" not in axis.state_names:
             return False
         length = axis.lengths[role.factor]
-        return (length % axis.n == 0 and length > 0) or _keeps(role, axis.states, "sharded")
+        divides = length >= axis.n if uneven else length > 0 and length % axis.n == 0
+        return divides or _keeps(role, axis.states, "sharded")
     if isinstance(role.label, Mode):
         return "unreduced" in axis.state_names and _keeps(role, axis.states, "unreduced")
     return role.label != "reduced" or "reduced" in axis.state_names

@@ -66,6 +66,12 @@ class Role:
         """Name of the role in printed text."""
         return self.label if isinstance(self.label, str) else f"unreduced {self.label}"
 
+    @property
+    def sharded_dims(self) -> set[tuple[int, int]]:
+        """Pairs of the index of a result and its dim that the axis shards."""
+        states = enumerate(self.results)
+        return {(index, x.dim) for index, x in states if x is not None and x.name == "sharded"}
+
 
 def roles_of(rule: Rule, call: OpCall, *, grad: bool) -> tuple[Role, ...]:
     """Return every role that the rule offers to an axis; the last, all invariant, always exists.

@@ -311,9 +311,12 @@ class Layouts:
         n, choices = math.prod(parts), list[tuple[int, ...] | None]()
         for index, dim in places:
             factors, spec = self._rule.operands[index][dim], self._sources[index]
-            if spec.partition.dims[dim] != axes or factors[0] != factor:
+            major = len(spec.partition.dims[dim])
+            if not major or spec.partition.dims[dim] != axes[:major] or factors[0] != factor:
                 continue
             sizes, minor = spec.sizes[dim], math.prod(self._lengths[f] for f in factors[1:])
+            if sizes is not None and major < len(axes):  # each shard is sharded further
+                sizes = tuple(part for n in sizes for part in chunk_sizes(n, parts[major:]))
             if sizes is None:
                 choices += [None] if length % n == 0 else []
             elif minor == 1:

@@ -23,7 +23,6 @@ from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
 from fshard.layout.tree import flatten
 from fshard.ops.core.builders import is_inexact
-from fshard.ops.core.cache_keys import freeze
 from fshard.ops.core.call import Meta, OpCall, fill_call, instances_in, map_call
 from fshard.ops.core.registry import (
     MappedStrategy,
@@ -42,8 +41,11 @@ from fshard.ops.trace.source_places import place_of_node
 from fshard.ops.trace.trace import Constraint, decompose
 from fshard.partition import ir
 from fshard.partition.assignment.created_tensors import CreatedByFactory, created_by
+from fshard.partition.assignment.layout_hints import on_busy_axes, sibling_hint
 from fshard.partition.assignment.operand_layouts import (
     best_strategy,
+    call_key,
+    elements_of,
     kept_axes,
     moved_bytes,
     with_dual,
@@ -180,7 +182,7 @@ class LayoutAssigner:
             return self.mapped_region(op, *args)
         if instances_in((*args, *kwargs.values()), ir.Number):
             return self.with_numbers(op, args, kwargs, node)
-        return self.operation(op, args, kwargs, node)
+        return self.operation(op, args, kwargs, node, env)
 
     def with_numbers(
         self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], node: fx.Node
@@ -203,7 +205,7 @@ class LayoutAssigner:
         inexact = any(tensor.spec.dtype.is_floating_point for tensor in operands)
         stand_in = lambda number: NAN if inexact or number.is_float else 7  # noqa: E731
         placed, keywords = map_call(args, kwargs, ir.Number, stand_in)
-        hint = self.hint(node, operands)
+        hint = self.hint(node, operands, {})
         strategy = best_strategy(op, placed, keywords, operands, self.assignment, self.topology,
                                  hint, grad=self.grad)  # fmt: skip
         return self.by_rule(strategy, op, refs, named, operands, node)
@@ -214,8 +216,9 @@ class LayoutAssigner:
         self.assignment.lines.append(ir.GradMode(enabled))
 
     def operation(
-        self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], node: fx.Node
-    ) -> Any:
+        self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], node: fx.Node,
+        env: Mapping[fx.Node, Any],
+    ) -> Any:  # fmt: skip
         """Add the lines of one operation, by its rule or decomposed, and return its results."""
         operands = instances_in((*args, *kwargs.values()), TensorVersions)
         if not operands:
@@ -224,7 +227,7 @@ class LayoutAssigner:
             return self.constrained(*args)
         # Every decomposition ends: in it the same operation is decomposed again if its operands are
         # smaller, as maxima of blocks, and once with other arguments, as the sum in a mean.
-        key, elements = _call_key(op, args, kwargs), _elements(operands)
+        key, elements = call_key(op, args, kwargs), elements_of(operands)
         outer = [call for call, size in self.decomposing if call[0] is op and size <= elements]
         nested = len(outer) > 1 or key in outer
         decomposition = None if nested else decomposition_of(op)
@@ -232,7 +235,7 @@ class LayoutAssigner:
             if nested or (decomposition is None and torch_decomposition(op) is None):
                 self.refuse(op, args, kwargs)
             return self.decomposed(op, decomposition, args, kwargs)
-        hint = self.hint(node, operands)
+        hint = self.hint(node, operands, env)
         strategy = best_strategy(op, args, kwargs, operands, self.assignment, self.topology, hint,
                                  grad=self.grad)  # fmt: skip
         runs = [lambda: self.by_rule(strategy, op, args, kwargs, operands, node)]
@@ -368,15 +371,14 @@ class LayoutAssigner:
 
     # -- by the rule -----------------------------------------------------------------------
 
-    def hint(self, node: fx.Node, operands: Sequence[TensorVersions]) -> PartitionSpec | None:
+    def hint(
+        self, node: fx.Node, operands: Sequence[TensorVersions], env: Mapping[fx.Node, Any]
+    ) -> PartitionSpec | None:
         """Return the preferred layout of a node; without `shard_replicated` only on busy axes."""
-        hint = self.hints.get(node)
-        if hint is None or self.shard_replicated:
-            return hint
-        partitions = [tensor.spec.partition for tensor in operands]
-        busy = {axis for p in partitions for dim in p.dims for axis in dim}
-        busy |= {axis for p in partitions for axis in p.unreduced}
-        return PartitionSpec(*(tuple(a for a in dim if a in busy) or None for dim in hint.dims))
+        hint, specs = self.hints.get(node), [tensor.spec for tensor in operands]
+        if hint is None:
+            return sibling_hint(node, specs, env, kept_axes(operands))
+        return hint if self.shard_replicated else on_busy_axes(hint, specs)
 
     def by_rule(
         self, strategy: Strategy, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any],
@@ -431,7 +433,7 @@ class LayoutAssigner:
         if graph is None:
             self.refuse(op, args, kwargs)
         grad, operands = self.grad, instances_in((*args, *kwargs.values()), TensorVersions)
-        self.decomposing.append((_call_key(op, args, kwargs), _elements(operands)))
+        self.decomposing.append((call_key(op, args, kwargs), elements_of(operands)))
         results = self.run(graph, operands)
         self.decomposing.pop()
         if self.grad != grad:
@@ -487,14 +489,3 @@ class LayoutAssigner:
                 tensor.versions, tensor.no_grad_versions, tensor.windows = saved  # type: ignore[assignment]
 
         return restore
-
-
-def _call_key(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return a call without its tensors, as a key."""
-    placed, named = map_call(args, kwargs, TensorVersions, lambda _: None)
-    return op, freeze(placed), freeze(named)
-
-
-def _elements(operands: Sequence[TensorVersions]) -> int:
-    """Return the number of elements of all operands."""
-    return sum(math.prod(tensor.spec.shape) for tensor in operands)

@@ -3,12 +3,14 @@
 `out_specs` and `fs.constrain` request the layout of a value. By the rules, such a request implies
 which factors the operations before it should better shard. A hint only makes a new sharding as good
 as one that an operand already has: a reduce-scatter then does not count as half of an all-reduce,
-and a replicated computation may be sharded, since slicing sends nothing.
+and a replicated computation may be sharded, since slicing sends nothing. A tensor that is joined
+with sharded ones has their layout as a hint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
 from fshard.ops.core.call import Meta, OpCall, instances_in, map_call
-from fshard.ops.core.rule import Rule
+from fshard.ops.core.rule import Dims, Rule
 from fshard.ops.propagate.propagate import rule_of
 from fshard.ops.strategy.axis_roles import axis_states, factor_sizes
 from fshard.ops.trace.trace import Constraint
@@ -110,16 +112,66 @@ def call_of_node(node: fx.Node) -> tuple[OpCall, Rule | None, list[fx.Node]] | N
 
 def _operand_partitions(rule: Rule, spec: Spec, sizes: Mapping[str, int]) -> list[PartitionSpec]:
     """Return partitions of the operands that shard the factors which the result's spec shards."""
-    dims = rule.results[0]
-    assert dims is not None
+    assert rule.results[0] is not None
+    return [_partition_like(dims, rule.results[0], spec, sizes) for dims in rule.operands]
+
+
+def _partition_like(
+    operand: Dims, dims: Dims, spec: Spec, sizes: Mapping[str, int]
+) -> PartitionSpec:
+    """Return the partition of an operand that shards the factors of `dims` as their spec does."""
     axes_of: dict[str, list[str]] = {}
     for axis, state in axis_states(dims, spec, sizes).items():
         if state.name == "sharded" and state.position >= 0:
             axes_of.setdefault(dims[state.dim][state.position], []).append(axis)
     # A factor that is not the first of its dim can be sharded only where those before it are
     # sharded into parts of size 1: no hint is worth that.
-    return [
-        PartitionSpec(*(tuple(axes_of.get(factors[0], ())) or None if factors else None
-                        for factors in operand))
-        for operand in rule.operands
-    ]  # fmt: skip
+    return PartitionSpec(
+        *(tuple(axes_of.get(factors[0], ())) or None if factors else None for factors in operand)
+    )
+
+
+def on_busy_axes(hint: PartitionSpec, specs: Sequence[Spec]) -> PartitionSpec:
+    """Return a hint on the axes alone that shard some operand, or along which one is unreduced."""
+    busy = {axis for spec in specs for dim in spec.partition.dims for axis in dim}
+    busy |= {axis for spec in specs for axis in spec.partition.unreduced}
+    return PartitionSpec(*(tuple(a for a in dim if a in busy) or None for dim in hint.dims))
+
+
+def sibling_hint(
+    node: fx.Node, operands: Sequence[Spec], values: Mapping[fx.Node, Any], axes: Collection[str]
+) -> PartitionSpec | None:
+    """Return the layout of the sharded tensors that an expanded value is joined with.
+
+    An operation that makes a large tensor from a small one, as an interpolation of one pixel does,
+    computes a part of it alone on each rank if a use of it has operands of such a layout.
+
+    Args:
+        node: the operation.
+        operands: the layouts of its operands.
+        values: the values that are assigned, `TensorVersions` among them.
+        axes: the axes that may shard the value.
+
+    Returns:
+        None if the value is not larger than the operands, if the layouts of these mention all
+        axes, and without such a use.
+    """
+    value, busy = node.meta.get("val"), {a for spec in operands for a in spec.partition.axes}
+    free = {*axes} - busy
+    if not free or not isinstance(value, torch.Tensor):
+        return None
+    if value.numel() <= sum(math.prod(spec.shape) for spec in operands):
+        return None
+    for user in node.users:
+        call, rule, nodes = call_of_node(user) or (None, None, [])
+        if call is None or rule is None:
+            continue
+        for other, dims in zip(nodes, rule.operands, strict=True):
+            spec = getattr(values.get(other), "spec", None)
+            if isinstance(spec, Spec) and any(spec.partition.dims):
+                mine, sizes = rule.operands[nodes.index(node)], factor_sizes(rule, call)
+                hint = _partition_like(mine, dims, spec, sizes)
+                return PartitionSpec(
+                    *(tuple(a for a in dim if a in free) or None for dim in hint.dims)
+                )
+    return None

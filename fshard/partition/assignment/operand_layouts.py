@@ -7,12 +7,14 @@ it and on its results, unless they have no such rule.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fshard.layout.partition_spec import LINEAR, PartitionSpec
 from fshard.layout.spec import Spec
-from fshard.ops.core.call import fill_call
+from fshard.ops.core.cache_keys import freeze
+from fshard.ops.core.call import fill_call, map_call
 from fshard.ops.propagate.propagate import strategy_for
 from fshard.ops.strategy.strategy import Strategy
 from fshard.partition.assignment.tensor_versions import Assignment, TensorVersions
@@ -76,3 +78,14 @@ def with_dual(spec: Spec) -> Spec:
     p = spec.partition
     linear = tuple((axis, kind) for axis, kind in p.unreduced_kinds if kind in LINEAR)
     return spec.replace(partition=PartitionSpec._of(p.dims, linear, p.reduced_kinds))
+
+
+def call_key(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return a call without its tensors, as a key."""
+    placed, named = map_call(args, kwargs, TensorVersions, lambda _: None)
+    return op, freeze(placed), freeze(named)
+
+
+def elements_of(operands: Sequence[TensorVersions]) -> int:
+    """Return the number of elements of all operands."""
+    return sum(math.prod(tensor.spec.shape) for tensor in operands)

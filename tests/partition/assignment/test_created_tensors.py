@@ -10,7 +10,7 @@ import torch
 
 import fshard as fs
 from fshard.partition.ir import Factory
-from tests.helpers.largest_tensor import LargestTensor
+from tests.helpers.tensor_memory import LargestTensor
 
 MESHES = (fs.Mesh(x=1, y=1), fs.Mesh(x=2, y=3), fs.Mesh(x=8, y=1), fs.Mesh(x=5, y=1))
 PARTITIONS = (fs.P(), fs.P("x"), fs.P(None, "y"), fs.P(("y", "x")), fs.P("y", "x"))

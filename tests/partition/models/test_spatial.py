@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 import fshard as fs
 from fshard import HaloExchange, HaloReduce, Mesh, P, Spec
@@ -69,6 +72,89 @@ def test_unet_sends_halos_and_reductions(sizes: Any) -> None:
     backward = {type(step) for prog in call.programs for step in prog.T.steps}
     assert {HaloReduce} <= backward
     assert not any("gathered" in line for line in str(call).splitlines())
+
+
+def unsharded(call: PartitionedCall, least: int) -> list[str]:
+    """Return the results of at least `least` elements that "h" or "w" does not shard.
+
+    Results of two dims, as parameters are, are left out.
+    """
+    return [
+        f"{line.name}: {spec}"
+        for line in call.lines
+        if isinstance(line, Operation)
+        for spec in line.strategy.out_specs
+        if spec is not None
+        and spec.ndim > 2
+        and math.prod(spec.shape) >= least
+        and not {"h", "w"} <= {axis for dim in spec.partition.dims for axis in dim}
+    ]
+
+
+class PixelAttention(nn.Module):
+    """Attention of all pixels between convolutions, as in diffusion models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = (nn.Conv2d(a, b, 3, padding=1) for a, b in ((3, 4), (4, 2)))
+        self.qkv, self.out = nn.Linear(4, 12), nn.Linear(4, 4)
+        self.norm = nn.GroupNorm(2, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        batch, channels, height, width = x.shape
+        h = self.norm(x).view(batch, channels, height * width).transpose(1, 2)
+        q, k, v = self.qkv(h).view(batch, -1, 3, 1, channels).permute(2, 0, 3, 1, 4).unbind(0)
+        h = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, -1, channels)
+        h = self.out(h).transpose(-1, -2).reshape(batch, channels, height, width)
+        result: torch.Tensor = self.last(x + h)
+        return result
+
+
+@pytest.mark.parametrize("sizes", [None, {2: (8, 5), 3: (3, 9)}], ids=["chunk", "sizes"])
+def test_pixels_of_two_sharded_dims_stay_sharded_when_they_are_flattened(sizes: Any) -> None:
+    """Rows are sharded further instead of channels; heights that do not divide are allowed."""
+    x, model = image(13, 12), PixelAttention().double()
+    uneven: Any = {"sizes": sizes} if sizes else {"uneven": "chunk"}
+    call = check_model(model, x, Spec(MESH, SPATIAL, shape=x.shape, dtype=F64, **uneven))
+    assert unsharded(call, 2 * 13 * 12) == []
+    tokens = next(line.strategy for line in call.lines if isinstance(line, Operation)
+                  and line.name.startswith("view"))  # fmt: skip
+    assert tokens.out_specs[0] is not None
+    assert tokens.out_specs[0].partition == P("dp", None, ("h", "w"))
+    rows = (4, 4, 3, 2) if sizes else (4, 3, 3, 3)
+    assert tokens.out_specs[0].shard_sizes(2) == tuple(12 * n for n in rows)
+    # Attention gathers keys and values; that is all that is gathered.
+    assert sent_by(call).keys() == {"HaloExchange", "AllToAll", "AllReduce", "AllGather"}
+    assert sent_by(call)["AllGather"] == 2
+
+
+class PooledContext(nn.Module):
+    """The mean of all pixels, interpolated and joined with the image, as in DeepLab."""
+
+    def __init__(self, mode: str) -> None:
+        super().__init__()
+        self.mode = mode
+        self.first, self.context = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 1)
+        self.last = nn.Conv2d(8, 2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        context = F.silu(self.context(F.adaptive_avg_pool2d(x, 1)))
+        context = F.interpolate(context, size=x.shape[-2:], mode=self.mode)
+        result: torch.Tensor = self.last(torch.cat([x, context], 1))
+        return result
+
+
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic", "nearest"])
+def test_interpolation_of_one_pixel_is_sharded_as_the_image_it_is_joined_with(mode: str) -> None:
+    x = image(13, 11)
+    spec = Spec(MESH, SPATIAL, shape=x.shape, dtype=F64, uneven="chunk")
+    call = check_model(PooledContext(mode).double(), x, spec)
+    assert unsharded(call, 2 * 13 * 11) == []
+    assert sent_by(call).keys() == {"HaloExchange", "AllReduce"}
+    backward = {type(step).__name__ for prog in call.programs for step in prog.T.steps}
+    assert backward <= {"HaloReduce", "AllReduce", "InvariantToReduced", "ReplicatedToUnreduced"}
 
 
 def test_axes_that_may_be_replicated_are_gathered_if_that_is_faster() -> None:

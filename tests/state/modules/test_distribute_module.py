@@ -14,7 +14,7 @@ from torch import nn
 import fshard as fs
 from fshard import Mesh, P
 from tests.helpers.gloo.harness import run_ranks
-from tests.helpers.largest_tensor import LargestTensor
+from tests.helpers.tensor_memory import LargestTensor
 from tests.state.modules.module_cases import (
     BatchNormNet,
     Counter,

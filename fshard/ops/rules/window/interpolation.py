@@ -238,13 +238,22 @@ def interpolation(call: OpCall) -> Rule:
     if dims[0].kind in ("nearest", "exact"):
         modes = all_modes(0)
     return Rule(((*lead, *factors.read),), ((*lead, *factors.made),), modes=modes,
-                local=_LocalInterpolation(dims, windows), slices=windows)  # fmt: skip
+                local=_LocalInterpolation(dims, windows), slices=factors.windows)  # fmt: skip
 
 
 def _factors(dims: Sequence[_Resampling]) -> tuple[SpatialFactors, tuple[Window, ...]]:
+    """Return the factors and windows of the dims.
+
+    A dim of one element has no factor: it is broadcast, and its gradient is a sum.
+    """
     names = letters(2 * len(dims), "cn")
     windows = tuple(dim.window(names[len(dims) + i], names[i]) for i, dim in enumerate(dims))
-    return SpatialFactors.of(windows, names), windows
+    factors = SpatialFactors.of(windows, names)
+    read = tuple(
+        () if dim.size == 1 else names for dim, names in zip(dims, factors.read, strict=True)
+    )
+    sliced = tuple(window for window in windows if window.size > 1)
+    return SpatialFactors(read, factors.made, sliced), windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,8 +288,11 @@ def interpolation_backward(call: OpCall) -> Rule:
     dims = _resamplings(call, x, grad)
     factors, windows = _factors(dims)
     lead = planes(x, len(dims))
-    return Rule(((*lead, *factors.made),), ((*lead, *factors.read),), modes=linear_modes(0),
-                local=_LocalInterpolationBackward(dims, windows), slices=windows)  # fmt: skip
+    pairs = zip(factors.made, factors.read, strict=True)
+    sums = tuple((made[0], "sum") for made, read in pairs if not read)
+    return Rule(((*lead, *factors.made),), ((*lead, *factors.read),), sums, modes=linear_modes(0),
+                local=_LocalInterpolationBackward(dims, windows),
+                slices=factors.windows)  # fmt: skip
 
 
 # -- antialiased ------------------------------------------------------------------------------
