@@ -15,7 +15,7 @@ from typing import Literal
 
 from fshard.layout.spec import Spec
 from fshard.plan.search.search_layout import Axes, Dims, DimSizes, SearchLayout, subsets
-from fshard.program.cost.links import Link, Torus
+from fshard.program.cost.links import JOIN, Link
 from fshard.program.cost.model import collective_time
 from fshard.program.cost.rank_overlap import DimShardings, RankOverlap, index_of_largest
 from fshard.program.cost.shard_overlap import NO_AXES, even_dim_overlap
@@ -120,8 +120,9 @@ class SearchProblem:
         slower = max((links[axis].bandwidth for axis in self.slow_axes), default=best)
         self.fast_ranks = math.prod(self.size[axis] for axis in links if axis not in self.slow_axes)
         latency = min((link.latency for link in links.values()), default=0.0)
-        if self.topology is not None and isinstance(self.topology.inner, Torus):
-            # Several axes share links of a torus, or add their bandwidths.
+        if self.topology is not None and not _is_plain(self.topology):
+            # Several axes share links of a torus or add their bandwidths, and exchanges may have
+            # other links.
             effective = [
                 self.link(axes, exchange)
                 for axes in subsets([*links])
@@ -446,3 +447,10 @@ def _num_common(have: Axes, need: Axes) -> int:
 def _dim_shards(layout: SearchLayout) -> DimShardings:
     """Return the axes and the shard sizes of each dim."""
     return tuple(zip(layout.dims, layout.sizes, strict=True))
+
+
+def _is_plain(topology: Topology) -> bool:
+    """Return True if several axes have the slowest of their links, also in exchanges."""
+    links = (topology.inner, topology.outer, *(link for _, link in topology.links))
+    plain = all(isinstance(link, Link) and link.exchange is None for link in links)
+    return plain and not any(JOIN in name for name, _ in topology.links)

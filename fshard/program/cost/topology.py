@@ -210,7 +210,7 @@ class Topology(NotebookView):
         """Return DGX A100s: nodes of 8 A100 SXM (80 GB), with InfiniBand HDR between them.
 
         From NVIDIA's data sheet: NVLink 3 with 600 GB/s per GPU (300 each way), a ConnectX-6 with
-        200 Gb/s per GPU, 2,039 GB/s of HBM2e, 312 TFLOP/s in bfloat16.
+        200 Gb/s per GPU, 2,039 GB/s of HBM2e, 312 TFLOP/s in bfloat16. `machines` has measurements.
 
         >>> import fshard as fs
         >>> fs.Topology.dgx_a100().title
@@ -227,7 +227,7 @@ class Topology(NotebookView):
         """Return DGX H100s: nodes of 8 H100 SXM, with InfiniBand NDR between them.
 
         From NVIDIA's data sheet: NVLink 4 with 900 GB/s per GPU (450 each way), a ConnectX-7 with
-        400 Gb/s per GPU, 3.35 TB/s of HBM3, 989 TFLOP/s in bfloat16.
+        400 Gb/s per GPU, 3.35 TB/s of HBM3, 989 TFLOP/s in bfloat16. `machines` has measurements.
 
         >>> import fshard as fs
         >>> fs.Topology.dgx_h100().link(fs.Mesh(dp=4, tp=8), "tp")

@@ -17,6 +17,7 @@ import torch
 from fshard.layout.mesh import Mesh
 from fshard.layout.spec import Spec
 from fshard.plan.search.astar import search
+from fshard.program.cost.links import Link
 from fshard.program.cost.topology import Topology
 from fshard.program.steps import AllToAll, Exchange
 from tests.helpers import plan_oracle, spec_grid
@@ -78,6 +79,17 @@ def test_no_path_on_a_torus_is_cheaper(topology: Topology, shape: tuple[int, ...
     # Without launch costs two hops along one axis each may be cheaper than one along both.
     assert len(ratios) <= 16
     assert max(ratios, default=1.0) < 1.04
+
+
+@pytest.mark.parametrize("exchange", [0.5e9, 4e9])
+def test_plans_on_measured_links_are_near_the_cheapest(exchange: float) -> None:
+    """Exchanges are slower or faster than gathers, and both axes together have another link."""
+    links = {"x": Link(3e-4, 1e9, exchange), "y": Link(2e-4, 8e8), "x,y": Link(1e-3, 9e8, exchange)}
+    topology = Topology.of(links, launch=2e-4, memory=6e9, message=1e-5)
+    ratios = gaps(Mesh(x=2, y=4), SHAPES[1], topology, ALL)
+    # Exchanges are not tried where a reduction or a gather moves as few bytes.
+    assert len(ratios) <= 4
+    assert max(ratios, default=1.0) < 1.41
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=NAMES)
