@@ -3,9 +3,9 @@
 A trace fixes everything that the function reads, so a changed state must not meet an old trace.
 The state is read where the function's code can name it: starting from the function, a walk follows
 closure cells, defaults, named globals, bound objects and modules, and of every object the
-attributes whose names occur in the code that the walk met. It records each read as a function, an
-argument and the value, which one pass in C compares by identity. After a change the state is walked
-again: equal states have equal keys, and so their traces are cached.
+attributes whose names occur in the code that the walk met. It records what it reads, and a guard
+compares all of it in C. After a change the state is walked again: equal states have equal keys, and
+so their traces are cached.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from operator import attrgetter, call, eq, is_, methodcaller
+from itertools import chain
+from operator import attrgetter, call, eq, is_, itemgetter, methodcaller
 from pathlib import Path
 from types import (
     BuiltinMethodType,
@@ -27,7 +28,7 @@ from types import (
     MethodType,
     ModuleType,
 )
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -53,8 +54,13 @@ ALWAYS_NAMED = frozenset(
 CONSTRUCTORS = frozenset(("__init__", "__new__", "__post_init__", "__init_subclass__"))
 _LIBRARIES = sys.stdlib_module_names | {"torch", "fshard", "numpy"}
 
+PLAIN_CONTAINERS = frozenset((dict, OrderedDict, list, deque, MappingProxyType))
+"""Types of containers that are true if they have items."""
+
 Read = tuple[Callable[[Any], Any], Any, Any]
 """Function, its argument, and the value that it returned."""
+Columns = tuple[tuple[Any, ...], ...]
+"""Functions, their arguments, and the values that they returned."""
 
 _contents, _current = attrgetter("cell_contents"), methodcaller("get", None)
 _defaults, _keyword_defaults = attrgetter("__defaults__"), attrgetter("__kwdefaults__")
@@ -88,19 +94,20 @@ class PythonState:
     def __init__(self, function: Any) -> None:
         self.function, self.names = function, ALWAYS_NAMED
         self.walk: _Walk | None = None
+        self.guard: _Guard
         self.logs: dict[int, Any] = {}
 
     def key(self) -> StateKey:
         """Return the key of the current state; equal states have equal keys."""
         walk = self.walk
-        if walk is None or not walk.is_current():
+        if walk is None or not self.guard.holds():
             walk = _Walk(self.names, self.logs)
             walk.visit_all(self.function)
             while walk.names != self.names:  # names of code that the walk met last
                 self.names = frozenset(walk.names)
                 walk = _Walk(self.names, self.logs)
                 walk.visit_all(self.function)
-            self.walk = walk
+            self.walk, self.guard = walk, walk.guard()
         return walk.key
 
     @property
@@ -115,15 +122,54 @@ class PythonState:
             True if there are such, and the rest of the state is unchanged.
         """
         walk = self.walk
-        if walk is None or walk.is_current():
+        if walk is None or self.guard.holds():
             return False
         logs = {id(x): x for x, size in walk.containers if len(x) > size}
         self.logs.update(logs)
-        return bool(logs) and all(
-            reader(argument) is value
-            for reader, argument, value in walk.reads
-            if id(argument) not in logs and id(getattr(reader, "__self__", None)) not in logs
-        )
+        return bool(logs) and walk.guard(logs).holds()
+
+
+class _Guard(NamedTuple):
+    """All reads of a walk, compared by a few calls in C.
+
+    Attributes:
+        empty: containers that were empty.
+        filled: other containers.
+        sizes: their sizes.
+        getters: functions of containers to the tuples of items that were read.
+        containers: the containers.
+        items: the items of all.
+        reads: functions, their arguments, and their values, which are compared by identity.
+        contents: functions, objects, and their contents, which are compared by value.
+    """
+
+    empty: tuple[Any, ...]
+    filled: tuple[Any, ...]
+    sizes: list[int]
+    getters: tuple[Callable[[Any], tuple[Any, ...]], ...]
+    containers: tuple[Any, ...]
+    items: tuple[Any, ...]
+    reads: Columns
+    contents: Columns
+
+    def holds(self) -> bool:
+        """Return True if every read still returns the value that it returned in the walk."""
+        try:
+            items = chain.from_iterable(map(call, self.getters, self.containers))
+            (readers, arguments, values), (getters, objects, contents) = self.reads, self.contents
+            return (
+                not any(self.empty)
+                and [*map(len, self.filled)] == self.sizes
+                and all(map(is_, items, self.items))
+                and all(map(is_, map(call, readers, arguments), values))
+                and all(map(eq, map(call, getters, objects), contents))
+            )
+        except Exception:  # noqa: BLE001 - a removed item, an emptied cell
+            return False
+
+
+def _columns(reads: Sequence[Read]) -> Columns:
+    return tuple(zip(*reads, strict=True)) if reads else ((), (), ())
 
 
 class _Walk:
@@ -142,28 +188,41 @@ class _Walk:
         self.seen: dict[int, int] = {}
         self.objects: list[Any] = []
         self.items: list[Any] = []
+        self.sizes: list[tuple[Any, int]] = []
+        self.item_reads: list[tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = []
         self.reads: list[Read] = []
         self.contents: list[Read] = []
-        self.columns: tuple[tuple[Any, ...], ...] = ()
 
-    def is_current(self) -> bool:
-        """Return True if every read still returns the value that it returned in the walk."""
-        readers, arguments, values, getters, objects, contents = self.columns
-        try:
-            return all(map(is_, map(call, readers, arguments), values)) and all(
-                map(eq, map(call, getters, objects), contents)
-            )
-        except Exception:  # noqa: BLE001 - a removed item, an emptied cell
-            return False
+    def guard(self, logs: Collection[int] = ()) -> _Guard:
+        """Return the guard of what was read, but for the containers with ids in `logs`."""
+        empty: list[tuple[Any, int]] = []
+        filled: list[tuple[Any, int]] = []
+        for container, size in self.sizes:
+            if id(container) not in logs:
+                is_empty = not size and type(container) in PLAIN_CONTAINERS
+                (empty if is_empty else filled).append((container, size))
+        rows = [row for row in self.item_reads if id(row[0]) not in logs]
+        reads, contents = (
+            [read for read in reads if id(read[1]) not in logs]
+            for reads in (self.reads, self.contents)
+        )
+        return _Guard(
+            tuple([container for container, _ in empty]),
+            tuple([container for container, _ in filled]),
+            [size for _, size in filled],
+            # Of a key alone an `itemgetter` returns no tuple.
+            tuple([itemgetter(*keys, keys[0]) for _, keys, _ in rows]),
+            tuple([container for container, *_ in rows]),
+            tuple([value for *_, values in rows for value in (*values, values[0])]),
+            _columns(reads),
+            _columns(contents),
+        )
 
     def visit_all(self, root: Any) -> None:
         """Visit everything that can be reached from `root`."""
         self.todo.append(root)
         while self.todo:
             self.visit(self.todo.pop())
-        columns = [tuple(column) for reads in (self.reads, self.contents)
-                   for column in (zip(*reads, strict=True) if reads else ((),) * 3)]  # fmt: skip
-        self.columns = tuple(columns)
         items = tuple(self.items)
         self.key = StateKey(items, tuple(self.objects), hash(items))
 
@@ -172,6 +231,13 @@ class _Walk:
         self.reads.append((reader, argument, value))
         self.todo.append(value)
 
+    def read_all(self, container: Any, keys: Sequence[Any]) -> None:
+        """Record reads of the items of a container, and visit them later."""
+        if keys:
+            values = tuple([container[key] for key in keys])
+            self.item_reads.append((container, tuple(keys), values))
+            self.todo += values
+
     def compare(self, getter: Callable[[Any], Any], value: Any) -> None:
         """Record the contents of an object, which are compared by value."""
         contents = getter(value)
@@ -179,12 +245,9 @@ class _Walk:
         self.contents.append((getter, value, contents))
 
     def read_size(self, container: Any) -> None:
-        """Record the size of a container, where attributes may be added that are not in the key.
-
-        Small ints can be compared by identity.
-        """
+        """Record the size of a container, where attributes may be added that are not in the key."""
         if len(container) <= MAX_ITEMS:
-            self.reads.append((len, container, len(container)))
+            self.sizes.append((container, len(container)))
 
     def visit(self, value: Any) -> None:
         """Add one value to the key, and what can be read of it to the work."""
@@ -255,15 +318,14 @@ class _Walk:
         self.containers.append((container, len(container)))
         self.read_size(container)
         if len(container) <= MAX_ITEMS:
-            for key in [*keys]:
-                self.items.append(key if isinstance(key, VALUES) else id(key))
-                self.read(container.__getitem__, key, container[key])
+            self.items += [key if isinstance(key, VALUES) else id(key) for key in keys]
+            self.read_all(container, [*keys])
 
     def read_named(self, attributes: Any) -> None:
         """Read the items of a namespace that the code names."""
-        for name in [name for name in attributes if name in self.filter]:
-            self.items.append(name)
-            self.read(attributes.get, name, attributes[name])
+        names = [name for name in attributes if name in self.filter]
+        self.items += names
+        self.read_all(attributes, names)
 
     def visit_function(self, function: FunctionType) -> None:
         """Visit the code, defaults, cells and named globals of a function, and its attributes."""
@@ -286,8 +348,7 @@ class _Walk:
         if not _is_library(namespace.get("__name__")):  # a wrapper has the `__module__` it wraps
             names = _names_in(function.__code__)
             self.names |= names
-            for name in sorted(global_names(function.__code__) & namespace.keys()):
-                self.read(namespace.get, name, namespace[name])
+            self.read_all(namespace, sorted(global_names(function.__code__) & namespace.keys()))
             for name in sorted(names & sys.modules.keys()):  # imported in the function
                 self.todo.append(sys.modules[name])
 

@@ -98,19 +98,24 @@ def schedule(
             the computation; None fills every bucket.
     """
     lines = _with_nested_calls(lines, outputs, topology)
-    lines = _side_by_side(_hoisted(lines, inputs), inputs)
+    hoisted, others = _hoisted(lines, inputs)
+    lines = _side_by_side([*hoisted, *others], inputs)
     buckets = _buckets(lines, inputs, topology)
     moved = {move.out for bucket in buckets for move in bucket.moves}
     count = 1 + max([*inputs, *(line.out for line in lines if hasattr(line, "out"))], default=0)
-    before: list[list[Line]] = [[] for _ in range(len(lines) + 1)]
+    before: list[list[LaunchBatch | WaitBatch | Pick]] = [[] for _ in range(len(lines) + 1)]
+    turns: dict[int, int] = {}
     previous = FIRST
     for index, bucket in enumerate(sorted(buckets, key=lambda bucket: bucket.use)):
         launched, waited = count + 2 * index, count + 2 * index + 1
         start = bucket.ready
         if start == FIRST and bucket.sends:
             start, previous = previous, bucket.use
+        elif start == FIRST:  # nothing is sent yet, unlike after the hoisted lines
+            start = len(hoisted)
         sources = tuple(move.source for move in bucket.moves)
         group = ProgramGroup(tuple(move.program for move in bucket.moves))
+        turns[launched] = index if bucket.sends else index + len(buckets)
         before[start].append(LaunchBatch(launched, sources, group, bucket.moves[0].grad))
         before[bucket.use].append(WaitBatch(waited, Ref(launched)))
         before[bucket.use] += [
@@ -118,20 +123,23 @@ def schedule(
         ]
     result: list[Line] = []
     for line, earlier in zip((*lines, None), before, strict=True):
-        result += sorted(earlier, key=lambda line: not isinstance(line, LaunchBatch))
+        earlier.sort(key=lambda move: turns.get(move.out, 2 * len(buckets)))
+        result += earlier
         if line is not None and getattr(line, "out", None) not in moved:
             result.append(line)
     return result
 
 
-def _hoisted(lines: Sequence[Line], inputs: Collection[int]) -> Sequence[Line]:
-    """Return the lines with short computations of values that are sent without gradient first.
+def _hoisted(
+    lines: Sequence[Line], inputs: Collection[int]
+) -> tuple[Sequence[Line], Sequence[Line]]:
+    """Return short computations of values that are sent without gradient, and the other lines.
 
     The number of targets of a loss, say, depends on the targets alone: it is on its way while the
     model runs.
     """
     if any(isinstance(line, GradMode) for line in lines):
-        return lines
+        return (), lines
     made = {line.out: line for line in lines if isinstance(line, Operation | Pick)}
     first: dict[int, Line] = {}
     for line in lines:
@@ -149,10 +157,10 @@ def _hoisted(lines: Sequence[Line], inputs: Collection[int]) -> Sequence[Line]:
                 break
         if len(chain) <= MAX_HOISTED:
             first |= chain
-    return [
-        *(line for line in lines if getattr(line, "out", None) in first),
-        *(line for line in lines if getattr(line, "out", None) not in first),
-    ]
+    return (
+        [line for line in lines if getattr(line, "out", None) in first],
+        [line for line in lines if getattr(line, "out", None) not in first],
+    )
 
 
 def _side_by_side(lines: Sequence[Line], inputs: Collection[int]) -> list[Line]:

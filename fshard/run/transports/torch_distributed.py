@@ -60,7 +60,8 @@ EXIT_SECONDS = 1.0
 
 # Gloo's all-to-all has one round and copies straight from memory to memory. Its reduce-scatter is
 # an all-reduce of a copy, its gathers and all-reduces are rings, whose rounds cost more than bytes
-# for few bytes. Below these numbers of bytes of all ranks together they run as all-to-alls.
+# for few bytes. Below these numbers of bytes of all ranks together they run as all-to-alls. A ring
+# needs no memory for what it reduces in place.
 GATHER_BYTES = 4 * 2**20
 REDUCE_BYTES = 2**19
 
@@ -164,7 +165,7 @@ class ProcessWorld:
             gathered = self.all_gather(x, group)
             return lambda: stacked(gathered(), x.shape).prod(0)
         n, gloo = len(group), self._is_gloo()
-        if gloo and n == 2 and x.nbytes <= GATHER_BYTES:
+        if gloo and n == 2 and x.nbytes <= (REDUCE_BYTES if owned else GATHER_BYTES):
             other = self._swap(x, group, "all_reduce")
             if owned and x.is_contiguous():
                 return lambda: reduce_into(x, other(), reduction)

@@ -224,8 +224,12 @@ def test_explain_marks_what_runs_again() -> None:
     assert "↻ runs again in the backward pass" in text
     assert "in one launch: ↻ all_gather of 16 over x, y" in text
     plain = fs.partition(loss, mesh=MESH, params=part.params, in_specs=FSDP)
-    cells = [row[4] for row in plain.explain(pairs, x, only="layouts").rows]
-    total = sum(int(cell.removesuffix(" B").replace(",", "")) for cell in cells if cell)
+    rows = [tuple(row) for row in plain.explain(pairs, x, only="layouts").rows]
+    assert ("each of 4 layers:", "", "", "", "") in rows
+    total = sum(
+        int(row[4].removesuffix(" B").replace(",", "")) * (4 if row[0].startswith("  ") else 1)
+        for row in rows if row[4]
+    )  # fmt: skip
     assert total == plain.trace(pairs, x).saved_bytes().total
     assert "↻" not in str(plain.explain())
 
