@@ -1,31 +1,38 @@
-"""Custom gradients, hooks and forward mode in mapped functions on two gloo ranks."""
+"""Custom gradients, hooks and forward mode in mapped functions on two and four gloo ranks."""
 
 from __future__ import annotations
 
 import warnings
 
+import pytest
+
 import fshard as fs
+from fshard import Mesh
 from tests.helpers.gloo.harness import run_ranks
 from tests.helpers.spmd.derivatives.gradient_features import (
     FEATURES,
-    MESH,
     differing,
     mapped,
     partitioned,
 )
 
 
-def differing_features() -> list[str]:
-    fs.init(MESH)
+def differing_features(size: int, check: bool) -> list[str]:
+    mesh = Mesh(x=size)
+    fs.init(mesh)
     warnings.simplefilter("ignore")
     problems = []
     for name, feature in FEATURES.items():
-        found = differing("ranks", name, mapped(feature.fn, True))
+        found = differing("ranks", name, mapped(feature.fn, check, mesh))
         problems += [f"{name}: {text}" for text in found]
-        found = differing("partition", name, partitioned(feature.fn))
-        problems += [f"{name}, partition: {text}" for text in found]
+        if check:
+            found = differing("partition", name, partitioned(feature.fn, mesh))
+            problems += [f"{name}, partition: {text}" for text in found]
     return problems
 
 
-def test_features_are_right_or_refused_on_processes() -> None:
-    assert run_ranks(2, differing_features, timeout=120) == [[], []]
+@pytest.mark.parametrize(
+    ("size", "check"), [(2, True), (2, False), pytest.param(4, True, marks=pytest.mark.slow)]
+)
+def test_features_are_right_or_refused_on_processes(size: int, check: bool) -> None:
+    assert run_ranks(size, differing_features, size, check, timeout=200) == [[]] * size

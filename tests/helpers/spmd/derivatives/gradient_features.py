@@ -406,13 +406,13 @@ REFUSED: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {
 REFUSED["ranks"] = {}
 
 
-def mapped(fn: Fn, check: bool) -> Any:
+def mapped(fn: Fn, check: bool, mesh: Mesh = MESH) -> Any:
     body = fn if check else lambda x, w: fn(x, fs.pcast(w, "x", to="varying"))
-    return fs.shard_map(body, mesh=MESH, in_specs=(P("x"), P()), out_specs=P("x"), check=check)
+    return fs.shard_map(body, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"), check=check)
 
 
-def partitioned(fn: Fn) -> Any:
-    return fs.partition(fn, mesh=MESH, in_specs=(P("x"), P()))
+def partitioned(fn: Fn, mesh: Mesh = MESH) -> Any:
+    return fs.partition(fn, mesh=mesh, in_specs=(P("x"), P()))
 
 
 def outcome(run: Callable[[Fn], Any], f: Fn) -> Any:
