@@ -55,17 +55,21 @@ _wrap_for_grad: Callable[..., torch.Tensor] = torch._C._functorch._wrap_for_grad
 class _BelowCurrentLevel:
     """Context below the innermost transform, a `grad` or `jvp`, with derivatives enabled there.
 
-    The equivalent of its interpreter's `lower()`, in a tenth of the time.
+    The equivalent of its interpreter's `lower()`, in a tenth of the time. A grad mode that is off
+    at the call, within the transform, is off at all levels, as for operations.
     """
 
-    __slots__ = ("_layer", "_modes")
+    __slots__ = ("_grad_mode", "_layer", "_modes")
+
+    def __init__(self, grad_mode: bool) -> None:
+        self._grad_mode = grad_mode
 
     def __enter__(self) -> None:
         interpreter: Any = retrieve_current_functorch_interpreter()
         is_grad, below = interpreter.key() == TransformType.Grad, interpreter._cptr
         self._modes = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
         self._layer = _pop_layer()
-        _set_grad_mode(below.prevGradMode() if is_grad else True)
+        _set_grad_mode(self._grad_mode and (below.prevGradMode() if is_grad else True))
         _set_forward_mode(True if is_grad else below.prevFwdGradMode())
 
     def __exit__(self, *_: object) -> None:
@@ -139,7 +143,7 @@ def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
     allowed = _single_level_allowed()
     _allow_single_level(True)
     try:
-        return _at_level(function, interpreter.level()).apply(*lifted)
+        return _at_level(function, interpreter.level(), torch.is_grad_enabled()).apply(*lifted)
     finally:
         _allow_single_level(allowed)
 
@@ -170,7 +174,7 @@ def _duals_below(
     def unwrapped(xs: Sequence[Any]) -> list[Any]:
         return [_unwrap_for_grad(x, level) if isinstance(x, torch.Tensor) else x for x in xs]
 
-    with _BelowCurrentLevel():
+    with _BelowCurrentLevel(torch.is_grad_enabled()):
         results = duals(level, unwrapped(primals), unwrapped(tangents))
     ys, ts = (
         [_wrap_for_grad(x, level) if isinstance(x, torch.Tensor) else x for x in xs]
@@ -213,16 +217,16 @@ def run_with_tangents(
 
 
 @lru_cache(maxsize=1024)
-def _at_level(function: type[torch.autograd.Function], level: int) -> Any:
+def _at_level(function: type[torch.autograd.Function], level: int, grad_mode: bool) -> Any:
     """Return the function of tensors of a level of `grad` or `jvp`, which calls it a level below.
 
-    The equivalent of `torch._functorch.autograd_function.generate_single_level_function`, for flat
-    arguments.
+    It is called in a grad mode. For flat arguments, the equivalent of
+    `torch._functorch.autograd_function.generate_single_level_function`.
     """
 
     def forward(*args: Any) -> Any:
         unwrapped = [_unwrap_for_grad(x, level) if isinstance(x, torch.Tensor) else x for x in args]
-        with _BelowCurrentLevel():
+        with _BelowCurrentLevel(grad_mode):
             outputs = apply_function(function, *unwrapped)
         if isinstance(outputs, torch.Tensor):
             return _wrap_for_grad(outputs, level)
@@ -294,7 +298,7 @@ def innermost_level(x: torch.Tensor) -> int | None:
         x = unwrap_if_dead(get_unwrapped(x))
     if x.requires_grad:
         return 0
-    if transforms_active() or forward_ad._current_level < 0:
+    if forward_ad._current_level < 0:
         return None
     return None if forward_ad.unpack_dual(x).tangent is None else 0
 

@@ -106,6 +106,12 @@ def resolve_overload(
     return name
 
 
+def has_batch_rule(op: OpOverload[..., Any]) -> bool:
+    """Return True if `torch.func.vmap` has a rule for an operator, and needs no fallback."""
+    key = "FuncTorchBatched"
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
+
+
 def torch_decomposition(op: Any) -> Callable[..., Any] | None:
     """Return PyTorch's decomposition of an operator, None for one that has kernels only."""
     if not isinstance(op, OpOverload):

@@ -4,6 +4,7 @@
 - `simulator`: ranks as threads of this process, one at a time; `fs.simulate`.
 - `rank_threads`: the threads of the simulator.
 - `torch_distributed`: ranks as processes, over gloo or NCCL; `fs.init`.
+- `collective_batches`: rules of `torch.func.vmap` for functional collectives in recorded graphs.
 - `divergence_check`: a transport of processes that compares calls before each launch.
 - `rank_status`: positions of ranks, as the check writes them to the store.
 - `process_end`: sockets by which a rank notices that the process of another has ended.

@@ -46,6 +46,7 @@ from fshard.run.transports.base import (
     set_world,
     stacked,
 )
+from fshard.run.transports.collective_batches import register_batch_rules
 from fshard.run.transports.divergence_report import lost
 from fshard.run.transports.process_end import Listener
 from fshard.run.transports.rank_threads import WAITING, start_waiting
@@ -105,6 +106,7 @@ class ProcessWorld:
 
     def __post_init__(self) -> None:
         self.only_gloo = {*self.backends.values()} == {"gloo"}
+        register_batch_rules()
 
     @property
     def rank(self) -> int:
