@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Collection, Iterable, Sequence
 
@@ -13,11 +14,22 @@ _BREAKS = re.compile(
     r"|(?<=\S)(?=\{)"  # before the states of a spec
     r"|(?<=[A-Za-z_]\.)(?=\w)|(?<=\d\.)(?=[A-Za-z_])|(?<=\])(?=\[)"  # between keys of a tree
 )
+_WORDS = re.compile(r"(?<=\s)(?=\S)|(?<=\S)(?=\{)")
+"""Places between words: a name or a shape is one."""
 _CLAUSES = re.compile(r" (?=(?:->|on) )")
 
 
+def words(text: str) -> list[str]:
+    """Split a text between words; names and shapes are words, their states are others.
+
+    >>> words("f32[8,4]{unreduced: ep} on Mesh(ep=2)")
+    ['f32[8,4]', '{unreduced: ', 'ep} ', 'on ', 'Mesh(ep=2)']
+    """
+    return _WORDS.split(text)
+
+
 def parts(text: str) -> list[str]:
-    """Split a text where a line may break: after commas, before states, between keys of a tree.
+    """Split a long word where a line may break: after commas, between keys of a tree.
 
     >>> parts("f32[8,4]{unreduced: ep}"), parts("['attn.out']['w']")
     (['f32[8,', '4]', '{unreduced: ', 'ep}'], ["['attn.", "out']", "['w']"])
@@ -26,13 +38,16 @@ def parts(text: str) -> list[str]:
 
 
 def wrap(text: str, width: int, max_lines: int = 4) -> list[str]:
-    """Return a text as lines of at most `width` columns, broken between `parts`, the rest cut off.
+    """Return a text as lines of at most `width` columns, broken between words, the rest cut off.
+
+    A word that is wider than a line breaks between its `parts`.
 
     >>> wrap("f32[1024@(dp,tp),512]{unreduced: ep}", 22)
     ['f32[1024@(dp,tp),512]', '{unreduced: ep}']
     """
     lines = [""]
-    for part in parts(text):
+    pieces = [[word] if len(word.rstrip()) <= width else parts(word) for word in words(text)]
+    for part in itertools.chain(*pieces):
         if lines[-1] and len(lines[-1]) + len(part.rstrip()) > width:
             lines.append("")
         lines[-1] += part

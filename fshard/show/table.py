@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fshard._util.text import WIDTH, parts, wrap
+from fshard._util.text import WIDTH, words, wrap
 
 Row = tuple[str, ...]
 
@@ -45,20 +45,37 @@ class Table:
     notes: tuple[str, ...] = ()
 
     def text(self, width: int = WIDTH) -> str:
-        """Return plain text of at most `width` columns."""
+        """Return plain text of at most `width` columns.
+
+        Names and shapes are not broken: where the first cell of a row does not fit its column, it
+        has a line of its own, and rows whose other cells do not fit have a line for each cell.
+        """
         widths = self._widths(width)
         lines = wrap(self.title, width) if self.title else []
-        rule = "─" * (sum(widths) + 2 * (len(widths) - 1))
-        lines += [*self._lines(tuple(column.name for column in self.columns), widths), rule]
+        total = sum(widths) + 2 * (len(widths) - 1)
+        if total > width:
+            return "\n".join([*lines, *self._stacked(width)])
+        rule = "─" * total
+        lines += [*self._lines(tuple(column.name for column in self.columns), widths, width), rule]
         for row in self.rows:
-            lines += self._lines(row, widths)
+            lines += self._lines(row, widths, width)
         if self.footer:
             lines.append(rule)
         for row in self.footer:
-            lines += self._lines(row, widths)
-        for note in self.notes:
-            lines += wrap(note, width)
-        return "\n".join(lines)
+            lines += self._lines(row, widths, width)
+        return "\n".join([*lines, *(line for note in self.notes for line in wrap(note, width))])
+
+    def _stacked(self, width: int) -> list[str]:
+        """Return the first cells with the others below them, after the names of their columns."""
+        lines = ["─" * width]
+        for row in (*self.rows, *self.footer):
+            lines += wrap(row[0], width) if row[0] else []
+            for column, cell in zip(self.columns[1:], row[1:], strict=True):
+                head, *more = wrap(cell, width - 4 - len(column.name)) if cell else [""]
+                if cell:
+                    indent = " " * (4 + len(column.name))
+                    lines += [f"  {column.name}  {head}", *(indent + line for line in more)]
+        return [*lines, "─" * width, *(line for note in self.notes for line in wrap(note, width))]
 
     def __str__(self) -> str:
         return self.text()
@@ -68,28 +85,30 @@ class Table:
     def _widths(self, width: int) -> list[int]:
         """Return the width of each column; if they are too wide, the widest with `wrap` shrinks.
 
-        Words are split only if all columns with `wrap` are as narrow as their longest words.
+        A column is as wide as its longest word at least, except for the first one.
         """
         names = tuple(column.name for column in self.columns)
         cells = list(zip(names, *self.rows, *self.footer, strict=True))
         widths = [max(map(len, column)) for column in cells]
-        words = [max(len(part.rstrip()) for cell in column for part in parts(cell))
-                 for column in cells]  # fmt: skip
+        least = [max(map(_longest_word, column)) for column in cells]
+        first = [min(least[0], max(8, len(names[0]))), *least[1:]]
         free = [i for i, column in enumerate(self.columns) if column.wrap]
-        for least in (words, [0] * len(words)):
+        for bound in (least, first):
             over = sum(widths) + 2 * (len(widths) - 1) - width
-            while over > 0 and (wide := [i for i in free if widths[i] > max(8, least[i])]):
+            while over > 0 and (wide := [i for i in free if widths[i] > max(8, bound[i])]):
                 widths[max(wide, key=lambda i: widths[i])] -= 1
                 over -= 1
         return widths
 
-    def _lines(self, row: Row, widths: Sequence[int]) -> list[str]:
-        cells = [wrap(cell, width) for cell, width in zip(row, widths, strict=True)]
+    def _lines(self, row: Row, widths: Sequence[int], width: int) -> list[str]:
+        if _longest_word(row[0]) > widths[0]:
+            return [*wrap(row[0], width), *self._lines(("", *row[1:]), widths, width)]
+        cells = [wrap(cell, size) for cell, size in zip(row, widths, strict=True)]
         lines = []
         for i in range(max(map(len, cells))):
             parts = [
-                f"{cell[i] if i < len(cell) else '':{'>' if column.right else '<'}{width}}"
-                for cell, column, width in zip(cells, self.columns, widths, strict=True)
+                f"{cell[i] if i < len(cell) else '':{'>' if column.right else '<'}{size}}"
+                for cell, column, size in zip(cells, self.columns, widths, strict=True)
             ]
             lines.append("  ".join(parts).rstrip())
         return lines
@@ -151,3 +170,7 @@ class Table:
 
     def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
         return {"text/plain": str(self), "text/html": self.html()}
+
+
+def _longest_word(text: str) -> int:
+    return max(len(word.rstrip()) for word in words(text))

@@ -83,20 +83,38 @@ def test_table_wraps_its_widest_column() -> None:
     )
 
 
-def test_table_splits_words_last() -> None:
+def test_tables_do_not_break_names_and_shapes() -> None:
+    """A first cell without room has a line of its own; a narrow table, each cell."""
     columns = (Column("leaf", wrap=True), Column("from", wrap=True), Column("step", wrap=True))
-    rows = (("['self_attn.in_proj_weight'][0]", "f32[4096,4096]{unreduced: dp}",
-             "collective_permute(P(('tp', 'dp')))"),)  # fmt: skip
+    rows = (
+        ("['self_attn.in_proj_weight'][0]", "f32[4096,4096]{unreduced: dp}",
+         "collective_permute(P(('tp', 'dp')))"),
+        ("['w']", "f32[8@dp]", "all_slice(dp, dim 0)"),
+    )  # fmt: skip
     assert Table("", columns, rows).text(62) == text(
         """
-        leaf              from             step
+        leaf               from            step
         ──────────────────────────────────────────────────────────────
-        ['self_attn.      f32[4096,4096]   collective_permute(P(('tp',
-        in_proj_weight']  {unreduced: dp}  'dp')))
-        [0]
+        ['self_attn.in_proj_weight'][0]
+                           f32[4096,4096]  collective_permute(P(('tp',
+                           {unreduced:     'dp')))
+                           dp}
+        ['w']              f32[8@dp]       all_slice(dp, dim 0)
         """
     )
-    assert max(map(len, Table("", columns, rows).text(40).splitlines())) == 40
+    assert Table("", columns, rows).text(40) == text(
+        """
+        ────────────────────────────────────────
+        ['self_attn.in_proj_weight'][0]
+          from  f32[4096,4096]{unreduced: dp}
+          step  collective_permute(P(('tp',
+                'dp')))
+        ['w']
+          from  f32[8@dp]
+          step  all_slice(dp, dim 0)
+        ────────────────────────────────────────
+        """
+    )
 
 
 @given(st.text("ab .,+{[]'", max_size=60), st.integers(4, 20))
