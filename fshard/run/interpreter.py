@@ -179,7 +179,8 @@ def program_text(*progs: Program) -> str:
 @lru_cache(maxsize=CACHE_SIZE)
 def program_label(prog: Program) -> Label:
     """Return the label of a program's launches, with its source and steps as arguments."""
-    return Label(f"the program to {prog.dst}", ranks_of(prog), arguments=program_text(prog))
+    name, ends = f"the program to {prog.dst}", (prog.src, prog.dst)
+    return Label(name, ranks_of(prog), arguments=program_text(prog), ends=ends)
 
 
 @lru_cache(maxsize=CACHE_SIZE)

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import fshard as fs
 from fshard.program.cost.traffic import step_axes, traffic
 from fshard.run.transports.base import Event, notify, observe, unobserved
+from fshard.show.comm.phase import FIELDS
 from fshard.show.table import Table
 from tests.helpers.spec_grid import random_global
 from tests.helpers.strategies import meshes, spec_pairs
@@ -254,7 +255,7 @@ def test_dict_is_json() -> None:
 
 def test_saved_files(tmp_path: Path) -> None:
     log = example()
-    everything = log.to_dict("operation", "axes", "dtype", "call", "module", "line")
+    everything = log.to_dict(*FIELDS)
     for name, text in {
         "log.json": json.dumps(everything, indent=2), "log.html": log.html(), "log": str(log),
     }.items():  # fmt: skip
@@ -288,6 +289,8 @@ def test_origins_of_collectives() -> None:
     assert [(row[0], row[1]) for row in rows_of(log.by("module")) if row[1]] == [
         ("Model.layers.0", "2"), ("Model.layers.1", "2"), ("Model", "1")
     ]  # fmt: skip
+    backward = {row[0]: row[3] for row in rows_of(log.by("module")) if row[3]}
+    assert backward["Model.layers.0"] == "2"  # the forward call's module
     assert [row[:2] for row in rows_of(log.by("dtype", "axes"))][:2] == [
         ("float32", "tp"), ("float64", "dp")
     ]  # fmt: skip
@@ -338,6 +341,26 @@ def test_assert_only() -> None:
         log.assert_only({})
     with pytest.raises(AssertionError, match=r"backward +all_reduce +1 +0"):
         log.assert_only({"all_gather": 1}, backward={"all_reduce": 1})
+
+
+def test_backward_has_the_module_and_the_layouts_of_the_forward_call() -> None:
+    class Gather(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return fs.psum_scatter(fs.all_gather(x, "tp", tiled=True), "tp", tiled=True)
+
+    net = torch.nn.Sequential(Gather(), Gather())
+    mapped = fs.shard_map(net, mesh=fs.Mesh(tp=2), in_specs=P("tp"), out_specs=P("tp"))
+    src = fs.Spec(fs.Mesh(tp=2), P("tp", None), shape=(4, 4))
+    shards = tuple(torch.ones(2, 4, requires_grad=True) for _ in range(2))
+    with fs.comm_log() as log:
+        mapped(torch.ones(4, requires_grad=True)).sum().backward()
+        moved = fs.reshard((shards, src), P(None, "tp")).local
+        torch.autograd.grad(sum(y.sum() for y in moved), shards)  # type: ignore[arg-type]
+    counts = {row[0]: (row[1], row[3]) for row in rows_of(log.by("module"))}
+    assert counts["Sequential.0"] == counts["Sequential.1"] == ("2", "2")
+    counts = {row[0]: (row[1], row[3]) for row in rows_of(log.by("redistribution"))}
+    assert counts["f32[4@tp,4] -> f32[4,4@tp]"] == ("1", "")
+    assert counts["f32[4,4@tp] -> f32[4@tp,4]"] == ("", "1")
 
 
 def test_module_hooks_end_with_the_block() -> None:

@@ -25,6 +25,7 @@ from fshard._torch.process_groups import default_group
 from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import fail
 from fshard.layout.mesh import Mesh
+from fshard.layout.spec import Spec
 
 T = TypeVar("T")
 Group = tuple[int, ...]
@@ -216,6 +217,8 @@ class Label:
         checked: the transport that checks it, if the launch comes later.
         arguments: options or steps as text, such as "(perm=[[0, 1]])".
         shapes: shapes of the tensors that it is called on, where those must be equal.
+        ends: the source and the target spec of a program.
+        module: the path of the module whose forward made the call, if the launch comes later.
     """
 
     name: str
@@ -224,6 +227,12 @@ class Label:
     checked: Transport | None = field(default=None, compare=False)
     arguments: str = ""
     shapes: tuple[torch.Size, ...] = ()
+    ends: tuple[Spec, ...] = field(default=(), compare=False)
+    module: str = field(default="", compare=False)
+
+
+MODULE: ContextVar[str] = ContextVar("fshard_module", default="")
+"""Path of the module whose forward runs, "" if nothing records it."""
 
 
 @lru_cache(maxsize=CACHE_SIZE)

@@ -22,6 +22,7 @@ from fshard.layout.mesh import Mesh
 from fshard.run.transports.base import (
     CHECKED,
     LABEL,
+    MODULE,
     Group,
     Label,
     current_transport,
@@ -101,7 +102,8 @@ def backward_label() -> Label | None:
         return None
     line = label.line or _line(sys._getframe())
     name, mesh = f"backward of {label.name}", label.mesh
-    return Label(name, mesh, line, checked, label.arguments, label.shapes)
+    ends = tuple(spec.dual for spec in reversed(label.ends))
+    return Label(name, mesh, line, checked, label.arguments, label.shapes, ends, MODULE.get())
 
 
 def raise_line(traceback: TracebackType | None) -> str:

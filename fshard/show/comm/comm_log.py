@@ -99,8 +99,9 @@ class CommLog:
 
         Args:
             fields: Any of "operation", "axes", "dtype", "call" (the call of fshard, and the
-                layouts of a program), "module" (the path of the `torch.nn.Module` whose forward
-                runs) and "line" (the user's source line, that of `backward()` in backward passes).
+                layouts of a program), "redistribution" (a program's source and target layout),
+                "module" (the path of the `torch.nn.Module` whose forward runs, or ran, for a
+                backward pass) and "line" (the user's source line).
 
         Returns:
             A table of launches and bytes in both phases, as text, in rich and as HTML.

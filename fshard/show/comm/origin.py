@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fshard.run.transports.base import LABEL, Label
+from fshard.run.transports.base import LABEL, MODULE, Label
 from fshard.run.transports.divergence_report import Place, place_of, position_text
 
 _MODULES: ContextVar[tuple[tuple[torch.nn.Module, str], ...]] = ContextVar(
@@ -41,11 +41,20 @@ class Origin(NamedTuple):
             return self.label.line
         return "" if self.place is None else position_text(*self.place)
 
+    @property
+    def redistribution(self) -> str:
+        """Source and target layout of a program, "" for other calls."""
+        return "" if self.label is None else " -> ".join(map(str, self.label.ends))
+
 
 def current_origin() -> Origin:
-    """Return the origin of the collective that is launched in this thread."""
-    modules = _MODULES.get()
-    return Origin(LABEL.get(), modules[-1][1] if modules else "", place_of(sys._getframe()))
+    """Return the origin of the collective that is launched in this thread.
+
+    In a backward pass the module is that of the forward call.
+    """
+    label = LABEL.get()
+    module = MODULE.get() or (label.module if label is not None else "")
+    return Origin(label, module, place_of(sys._getframe()))
 
 
 @contextmanager
@@ -65,13 +74,16 @@ def tracked_modules() -> Iterator[None]:
 
 def _enter(module: torch.nn.Module, _: Any) -> None:
     stack = _MODULES.get()
-    _MODULES.set((*stack, (module, _path(module, stack))))
+    path = _path(module, stack)
+    _MODULES.set((*stack, (module, path)))
+    MODULE.set(path)
 
 
 def _leave(module: torch.nn.Module, _: Any, __: Any) -> None:
     stack = _MODULES.get()
     if stack and stack[-1][0] is module:
         _MODULES.set(stack[:-1])
+        MODULE.set(stack[-2][1] if stack[1:] else "")
 
 
 def _path(module: torch.nn.Module, stack: tuple[tuple[torch.nn.Module, str], ...]) -> str:

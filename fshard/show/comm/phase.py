@@ -13,7 +13,7 @@ from fshard.show.comm.origin import Origin, current_origin
 
 Key = tuple[str, str | tuple[str, ...]]
 """An operation and its axis, or a tuple of several axes: `("all_reduce", "tp")`."""
-FIELDS = ("operation", "axes", "dtype", "call", "module", "line")
+FIELDS = ("operation", "axes", "dtype", "call", "redistribution", "module", "line")
 """Fields by which launches are grouped."""
 
 
@@ -36,8 +36,13 @@ class LoggedLaunch(NamedTuple):
         return self.origin.call
 
     @property
+    def redistribution(self) -> str:
+        """The source and the target layout of a program."""
+        return self.origin.redistribution
+
+    @property
     def module(self) -> str:
-        """The path of the module whose forward runs."""
+        """The path of the module whose forward runs, or ran before the backward pass."""
         return self.origin.module
 
     @property
