@@ -45,6 +45,7 @@ def wrap(text: str, width: int, max_lines: int = 4) -> list[str]:
     >>> wrap("f32[1024@(dp,tp),512]{unreduced: ep}", 22)
     ['f32[1024@(dp,tp),512]', '{unreduced: ep}']
     """
+    text = text[: width * (max_lines + 1)]  # no more is shown of a text without end
     lines = [""]
     pieces = [[word] if len(word.rstrip()) <= width else parts(word) for word in words(text)]
     for part in itertools.chain(*pieces):
