@@ -14,9 +14,9 @@ import torch
 
 from fshard._util.errors import fail
 from fshard.layout.sharded import Sharded
-from fshard.layout.tree import flatten, leaf_names
+from fshard.layout.tree import flatten, leaf_names, plain_containers
 from fshard.run.transports.base import current_transport, is_simulated
-from fshard.state.checkpoints.checkpoint_index import check_names, nested
+from fshard.state.checkpoints.checkpoint_index import check_names
 from fshard.state.checkpoints.save_plan import SavePlan, check_reduced
 
 
@@ -56,7 +56,7 @@ def save_dcp(directory: str | Path, tree: Any, /) -> None:
     if is_simulated():
         fail(where, "a simulated rank", "ranks that save must be processes, or not be in a body",
              "save the pairs outside of fs.simulate and fs.shard_map")  # fmt: skip
-    by_path = dict(_dcp_items((), nested(tree, leaves)))
+    by_path = dict(_dcp_items((), plain_containers(tree, leaves)))
     paths, items = [*by_path], [*by_path.values()]
     names = [".".join(map(str, path)) for path in paths]
     transport = current_transport()
@@ -76,8 +76,11 @@ def save_dcp(directory: str | Path, tree: Any, /) -> None:
 
 
 def _dcp_items(path: tuple[Any, ...], node: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield the keys and the value of each item of DCP, which keeps lists of plain values whole."""
-    if isinstance(node, dict):
+    """Yield the keys and the value of each item of DCP, which keeps lists of plain values whole.
+
+    An empty dict is an item: DCP has no other trace of it.
+    """
+    if isinstance(node, dict) and node:
         for key, child in node.items():
             yield from _dcp_items((*path, key), child)
     elif isinstance(node, list | tuple) and any(map(_has_items, node)):

@@ -12,6 +12,7 @@ Dict keys are in sorted order, as in JAX; a subclass of dict keeps its order.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import partial
@@ -214,7 +215,40 @@ def leaf_paths(tree: Any) -> list[tuple[tuple[type, Any], ...]]:
     [((<class 'dict'>, 'w'), (<class 'list'>, 0))]
     """
     accessors = flatten(tree)[1].accessors()
-    return [tuple((entry.type, entry.entry) for entry in accessor) for accessor in accessors]
+    return [tuple((entry.type, _plain_key(entry.entry, isinstance(entry, _KeyEntry)))
+                  for entry in accessor) for accessor in accessors]  # fmt: skip
+
+
+def _plain_key(key: Any, is_text: bool) -> Any:
+    """Return the key of a child; those of registered classes are texts of Python."""
+    if not is_text:
+        return key
+    return key[1:] if key.startswith(".") else key[1:-1].strip("'\"")
+
+
+def plain_containers(tree: Any, leaves: Iterable[Any]) -> Any:
+    """Return the containers of a tree, empty ones too, as dicts, lists and tuples of other leaves.
+
+    Subclasses of these become what they are subclasses of, deques lists, registered classes dicts.
+
+    >>> plain_containers(({}, {"w": 1}), [5])
+    ({}, {'w': 5})
+    """
+    remaining = iter(leaves)
+
+    def build(node: Any) -> Any:
+        children, keys = _children(node)
+        if children is None:
+            return next(remaining)
+        built = [*map(build, children)]
+        if isinstance(node, tuple):
+            return tuple(built)
+        if isinstance(node, list | deque):
+            return built
+        is_text = type(node) in _REGISTERED
+        return {_plain_key(key, is_text): x for key, x in zip(keys, built, strict=True)}
+
+    return build(tree)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

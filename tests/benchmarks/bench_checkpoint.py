@@ -2,18 +2,21 @@
 
 `python -m tests.benchmarks.bench_checkpoint [--megabytes 512] [--rounds 3]` saves and loads a state
 of matrices by `fs.state`, `torch.save` and `torch.distributed.checkpoint`, in turn, and prints the
-best bandwidths. `--slices` saves it and loads one eighth of each matrix in another process, and
-prints by how much that process's memory grows (Linux only).
+best bandwidths. `fs.state` and `dcp` write to the disk, `torch.save` to the cache of the OS, and
+beside it with a sync. Loads read that cache; `fs.state` alone compares checksums. `--slices` saves
+the state and loads one eighth of each matrix in another process, for each rank and sharded by rows
+and by columns, and prints by how much the memory of these processes grows at most (Linux only).
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +48,18 @@ def contenders(tree: dict[str, torch.Tensor], root: Path) -> dict[str, Callable[
         target = {name: torch.empty_like(x) for name, x in tree.items()}
         dcp.load(target, checkpoint_id=root / "dcp", no_dist=True)
 
+    def save_synced() -> None:
+        torch.save(tree, file)
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())
+
     return {
         "save fs.state": lambda: fs.state.save(root / "fshard", pairs),
         "save torch.save": lambda: torch.save(tree, file),
+        "save torch.save, synced": save_synced,
         "save dcp": lambda: dcp.save(tree, checkpoint_id=root / "dcp", no_dist=True),
         "load fs.state": lambda: fs.state.load(root / "fshard", P("x"), mesh=mesh),
+        "load fs.state, unsharded": lambda: fs.state.load(root / "fshard"),
         "load torch.load": lambda: torch.load(file),
         "load dcp": load_dcp,
     }
@@ -72,8 +82,10 @@ LOAD = """
 import sys, fshard as fs
 from fshard.run.transports.base import as_rank
 
+large, small, number, dim = sys.argv[1:]
+
 class Rank:
-    rank, all_ranks = 3, range(8)
+    rank, all_ranks = int(number), range(8)
 
     def accepts(self, device):
         return True
@@ -82,29 +94,33 @@ def read(name):
     lines = open("/proc/self/status").read().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
-fs.state.load(sys.argv[2])
+fs.state.load(small)
 open("/proc/self/clear_refs", "w").write("5")  # resets the peak
 before = read("VmRSS")
 with as_rank(Rank()):
-    tree = fs.state.load(sys.argv[1], fs.P("x"), mesh=fs.Mesh(x=8))
+    tree = fs.state.load(large, fs.P(*(None,) * int(dim), "x"), mesh=fs.Mesh(x=8))
 print(sum(pair.local.nbytes for pair in tree.values()), read("VmHWM") - before)
 """
-"""Code of a process that loads, as rank 3 of 8, and prints its bytes and the growth of memory."""
+"""Code of a process that loads as one of 8 ranks and prints its bytes and the growth of memory."""
 
 
-def slices(megabytes: int) -> tuple[int, int]:
-    """Return the bytes of one rank's slices, and the growth of memory of a process that loads them.
+def slices(megabytes: int) -> Iterator[tuple[str, int, int]]:
+    """Yield the layout of slices, the bytes of each rank's, and the largest growth of memory.
 
-    The process loads a small checkpoint first, so that imports do not count.
+    Each process loads a small checkpoint first, so that imports do not count.
     """
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
-        fs.state.save(root / "large", fs.state.tree_shard(state(megabytes), P(), mesh=Mesh(x=1)))
+        fs.state.save(root / "large", state(megabytes))
         fs.state.save(root / "small", {"w": torch.ones(4)})
-        command = [sys.executable, "-c", LOAD, str(root / "large"), str(root / "small")]
-        text = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    held, grown = map(int, text.split())
-    return held, grown
+        for dim, name in enumerate(("rows", "columns")):
+            outputs = []
+            for rank in range(RANKS):
+                arguments = str(root / "large"), str(root / "small"), str(rank), str(dim)
+                command = [sys.executable, "-c", LOAD, *arguments]
+                text = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+                outputs.append(tuple(map(int, text.split())))
+            yield name, max(held for held, _ in outputs), max(grown for _, grown in outputs)
 
 
 def main() -> None:
@@ -116,8 +132,9 @@ def main() -> None:
     options = parser.parse_args()
     console = Console()
     if options.slices:
-        held, grown = slices(options.megabytes)
-        console.print(f"slices {held / 2**20:,.0f} MiB, memory grew by {grown / 2**20:,.0f} MiB")
+        for name, held, grown in slices(options.megabytes):
+            sizes = (f"{n / 2**20:,.0f} MiB" for n in (held, grown))
+            console.print(f"{name} of {{}}, memory grew by {{}}".format(*sizes))
         return
     table = Table("contender", "MB/s", title=f"{options.megabytes} MB in {MATRICES} matrices")
     for name, rate in bandwidths(options.megabytes, options.rounds).items():

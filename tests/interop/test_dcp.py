@@ -164,6 +164,17 @@ def test_any_layout_is_saved(tmp_path_factory: pytest.TempPathFactory, spec: Spe
     assert torch.equal(target["a"][0], x)
 
 
+def test_empty_containers_are_kept(tmp_path: Path) -> None:
+    tree = {"a": [{}, {"w": torch.ones(2)}], "b": {}, "c": [], "d": {"e": {}}}
+    fs.interop.save_dcp(tmp_path, tree)
+    loaded = fs.state.load(tmp_path)
+    assert torch.equal(loaded["a"][1].pop("w"), torch.ones(2))
+    assert loaded == {"a": [{}, {}], "b": {}, "c": [], "d": {"e": {}}}
+    target = {"a": [{}, {"w": torch.zeros(2)}], "b": {}, "c": []}
+    dcp.load(target, checkpoint_id=tmp_path, no_dist=True)
+    assert torch.equal(target["a"][1]["w"], torch.ones(2))
+
+
 class Evil:
     """Object whose unpickling writes a file."""
 

@@ -9,9 +9,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, deque, namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -24,7 +25,9 @@ from hypothesis import strategies as st
 import fshard as fs
 from fshard import Mesh, P, Spec
 from fshard.layout.tree import flatten
-from fshard.state.checkpoints.checkpoint_index import index_checksum
+from fshard.state.checkpoints import shard_reader
+from fshard.state.checkpoints.checkpoint_index import CheckpointIndex, index_checksum
+from fshard.state.checkpoints.shard_reader import ShardReader
 from tests.helpers.gloo.harness import run_ranks
 from tests.helpers.strategies import specs
 
@@ -34,6 +37,7 @@ MESH = Mesh(dp=2, tp=4)
 DTYPES = (
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int8,
     torch.bool, torch.uint16, torch.complex64, torch.complex128, torch.float8_e4m3fn,
+    torch.float8_e8m0fnu,
 )  # fmt: skip
 
 
@@ -117,6 +121,59 @@ def test_specs_cast_and_name_containers(tmp_path: Path) -> None:
     moments = fs.state.load(tmp_path, {"opt": Moments(spec, None), "o": {"a": None}})["opt"]
     assert isinstance(moments, Moments)
     assert moments.mean.dtype == torch.float64
+
+
+@dataclass
+class Layer:
+    """Registered class."""
+
+    w: torch.Tensor
+    options: dict[str, Any]
+
+
+torch.export.register_dataclass(Layer)
+
+
+@pytest.mark.parametrize("tree", [
+    ({}, {"w": 1}), {}, (), [[]], {"a": (), "b": [{}, ()], "c": None}, [deque([1, 2]), deque()],
+], ids=repr)  # fmt: skip
+def test_empty_containers_are_kept(tree: Any, tmp_path: Path) -> None:
+    expected = [[1, 2], []] if isinstance(tree, list) and len(tree) == 2 else tree
+    fs.state.save(tmp_path, tree)
+    assert fs.state.load(tmp_path) == expected
+    fs.state.save(tmp_path, {"x": tree, "w": torch.ones(2)})
+    loaded = fs.state.load(tmp_path, P("x"), mesh=Mesh(x=2))
+    assert loaded["x"] == expected
+    assert loaded["w"].spec.partition == P("x")
+
+
+def test_registered_classes_are_dicts_of_their_fields(tmp_path: Path) -> None:
+    fs.state.save(tmp_path, [Layer(torch.ones(2), {}), Layer(torch.zeros(2), {"k": 1})])
+    loaded = fs.state.load(tmp_path, [(r"\d\.w", P("x")), (".*", None)], mesh=Mesh(x=2))
+    assert [sorted(layer) for layer in loaded] == [["options", "w"]] * 2
+    assert [layer["options"] for layer in loaded] == [{}, {"k": 1}]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.data())
+def test_blocks_of_a_file_have_the_elements_of_a_box(tmp_path_factory: Any, data: Any) -> None:
+    """Boxes are read into contiguous tensors and into views, by rows, blocks and single parts."""
+    shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=0, max_size=4)))
+    bounds = [sorted(data.draw(st.tuples(*[st.integers(0, n)] * 2))) for n in shape]
+    box = tuple(slice(*pair) for pair in bounds)
+    x = values(shape, data.draw(st.sampled_from([torch.float32, torch.complex128, torch.int8])))
+    directory = tmp_path_factory.mktemp("blocks")
+    fs.state.save(directory, {"x": x})
+    index = CheckpointIndex.read(directory, "here")
+    strided = torch.zeros([2 * n for n in x[box].shape], dtype=x.dtype)
+    target = strided[tuple(slice(0, 2 * n, 2) for n in x[box].shape)]
+    targets = [torch.zeros_like(x[box]), target, torch.zeros_like(x[box].mT) if x.ndim > 1 else x]
+    with pytest.MonkeyPatch.context() as patch, ShardReader(directory, "here") as reader:
+        patch.setattr(shard_reader, "MAX_GAP", data.draw(st.sampled_from([-1, 0, 20, 2**13])))
+        patch.setattr(shard_reader, "MAX_STAGED", data.draw(st.sampled_from([16, 64, 2**22])))
+        for out in [*targets[:2], targets[2].mT] if x.ndim > 1 else targets[:2]:
+            reader.read(index.tensors[0], index.tensors[0].shards[0], bounds, out)
+            assert torch.equal(out, x[box])
 
 
 def test_replicas_are_written_once_and_shared_out(tmp_path: Path) -> None:
@@ -331,6 +388,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
              "must cover each element once"),
     "foreign key": (
         lambda d: rewrite(d, lambda c: c["tensors"]["w"]["shards"][0].update(key="v")), "no 'v'"),
+    "other dtype in the index": (
+        lambda d: rewrite(d, lambda c: c["tensors"]["w"].update(dtype="int32")),
+        r"must have the shape \(4,\) and torch.int32"),
 }  # fmt: skip
 
 
@@ -396,6 +456,11 @@ def test_files_of_hugging_face_load_by_slices(tmp_path: Path) -> None:
     for part in parts:
         for key, x in part.items():
             assert torch.equal(fs.unshard(loaded[key]), x)
+    four_bit = tmp_path / "f4.safetensors"  # packed values, whose shape PyTorch lacks
+    header = json.dumps({"w": {"dtype": "F4", "shape": [8], "data_offsets": [0, 4]}}).encode()
+    four_bit.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    with pytest.raises(fs.ShardingError, match=r"w of dtype F4 in .*\n.*must be one of F64"):
+        fs.state.load(four_bit)
     single = fs.state.load(tmp_path / names[0])
     assert torch.equal(single["a.weight"], values((8, 4)))
     evil = {"weight_map": {"a": "../x.safetensors"}}

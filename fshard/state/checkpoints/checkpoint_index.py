@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -172,34 +173,6 @@ def _ints(values: Sequence[Any]) -> Shape:
 # -- trees as JSON ------------------------------------------------------------------------
 
 
-def nested(tree: Any, leaves: Sequence[Any]) -> Any:
-    """Return the containers of a tree as dicts, lists and tuples, with other leaves.
-
-    Registered classes and subclasses of dict become dicts, named tuples tuples.
-    """
-    paths = leaf_paths(tree)
-    if paths == [()]:
-        return leaves[0]
-    root: dict[Any, Any] = {}
-    kinds: dict[tuple[Any, ...], type] = {}
-    for path, leaf in zip(paths, leaves, strict=True):
-        node = root
-        for depth, (kind, key) in enumerate(path):
-            kinds[tuple(k for _, k in path[:depth])] = kind
-            node = node.setdefault(key, {} if depth + 1 < len(path) else leaf)
-
-    def build(node: Any, path: tuple[Any, ...]) -> Any:
-        if path not in kinds:
-            return node
-        children = {key: build(child, (*path, key)) for key, child in node.items()}
-        kind = kinds[path]
-        if issubclass(kind, tuple):
-            return tuple(children.values())
-        return list(children.values()) if issubclass(kind, list) else children
-
-    return build(root, ())
-
-
 def _node_of(tree: Any) -> Any:
     """Return the JSON of nested dicts, lists and tuples."""
     if isinstance(tree, StoredTensor):
@@ -244,6 +217,6 @@ def check_names(where: str, tree: Any, names: Sequence[str], leaves: Sequence[An
         Problem(f"the key {key!r} of {name}", "the keys of dicts must be strings", f"{str(key)!r}")
         for name, path in zip(names, leaf_paths(tree), strict=True)
         for kind, key in path
-        if not issubclass(kind, list | tuple) and not isinstance(key, str)
+        if not issubclass(kind, list | tuple | deque) and not isinstance(key, str)
     ]  # fmt: skip
     raise_if(where, problems)

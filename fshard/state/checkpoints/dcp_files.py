@@ -22,7 +22,8 @@ from fshard.state.checkpoints.checkpoint_index import (
     StoredTensor,
     check_file_name,
 )
-from fshard.state.checkpoints.shard_files import ShardReader, check_files
+from fshard.state.checkpoints.shard_files import check_files
+from fshard.state.checkpoints.shard_reader import Ranges, ShardReader
 
 METADATA = ".metadata"
 MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
@@ -98,11 +99,11 @@ class DcpReader(ShardReader):
         return self.last[1]
 
     def read(
-        self, file: str, key: str, ranges: Sequence[tuple[int, int]], dtype: torch.dtype
-    ) -> torch.Tensor:
-        """Return a box of a chunk."""
-        chunk: torch.Tensor = self.load(file, key)
-        return chunk[tuple(slice(a, b) for a, b in ranges)]
+        self, tensor: StoredTensor, shard: StoredShard, ranges: Ranges, target: torch.Tensor
+    ) -> None:
+        """Copy a box of a chunk into a tensor on the CPU."""
+        chunk: torch.Tensor = self.load(shard.file, shard.key)
+        target.copy_(chunk[tuple(slice(a, b) for a, b in ranges)])
 
 
 def open_dcp(root: Path, where: str) -> tuple[CheckpointIndex, ShardReader]:

@@ -26,7 +26,8 @@ from fshard.state.checkpoints.checkpoint_index import (
     check_file_name,
 )
 from fshard.state.checkpoints.dcp_files import METADATA, open_dcp
-from fshard.state.checkpoints.shard_files import ShardReader, check_files
+from fshard.state.checkpoints.shard_files import check_files
+from fshard.state.checkpoints.shard_reader import ShardReader
 from fshard.state.parameters import are_rules, match_rules
 
 WHERE = "fs.state.load"
@@ -108,7 +109,8 @@ def verify(directory: str | Path, /) -> None:
     with reader:
         for tensor in index.tensors:
             for shard in tensor.shards:
-                _read(tensor, shard, [(0, n) for n in shard.shape], reader)
+                target = torch.empty(shard.shape, dtype=tensor.dtype, device="cpu")
+                reader.read(tensor, shard, [(0, n) for n in shard.shape], target)
 
 
 # -- files -------------------------------------------------------------------------------------
@@ -145,8 +147,7 @@ def _hugging_face(files: Sequence[str], reader: ShardReader) -> CheckpointIndex:
     """Return the index of files with whole tensors."""
     tree: dict[str, StoredTensor] = {}
     for file in files:
-        for name in reader.file(file).keys():  # noqa: SIM118 - not a mapping
-            shape, dtype = reader.shape_and_dtype(file, name)
+        for name, (shape, dtype, _) in sorted(reader.tensors(file).items()):
             shard = StoredShard(file, name, (0,) * len(shape), shape)
             tree[name] = StoredTensor(name, shape, dtype, (shard,))
     sizes = {file: (reader.directory / file).stat().st_size for file in files}
@@ -244,17 +245,13 @@ def _box(
     tensor: StoredTensor, offsets: Sequence[int], shape: Sequence[int], reader: ShardReader
 ) -> torch.Tensor:
     """Return a box of a stored tensor, from all shards that it overlaps."""
-    parts = list(_overlaps(tensor, offsets, shape))
-    if len(parts) == 1 and parts[0][2] == tuple(shape):
-        shard, ranges, _, _ = parts[0]
-        return _read(tensor, shard, ranges, reader).clone()
     result = torch.empty(tuple(shape), dtype=tensor.dtype, device="cpu")
     count = 0
-    for shard, ranges, size, start in parts:
+    for shard, ranges, size, start in _overlaps(tensor, offsets, shape):
         target = result
         for dim, (first, n) in enumerate(zip(start, size, strict=True)):
             target = target.narrow(dim, first, n)
-        target.copy_(_read(tensor, shard, ranges, reader))
+        reader.read(tensor, shard, ranges, target)
         count += target.numel()
     if count != result.numel():
         fail(WHERE, f"{tensor.name}: shards with {count} of {result.numel()} elements of a box",
@@ -278,13 +275,3 @@ def _overlaps(
             start.append(low - first)
         if all(low < high for low, high in ranges):
             yield shard, ranges, tuple(high - low for low, high in ranges), tuple(start)
-
-
-def _read(
-    tensor: StoredTensor, shard: StoredShard, ranges: list[tuple[int, int]], reader: ShardReader
-) -> torch.Tensor:
-    """Return ranges of a shard; its checksum is compared if they are all of it."""
-    x = reader.read(shard.file, shard.key, ranges, tensor.dtype)
-    if shard.crc32 is not None and x.shape == shard.shape:
-        reader.check(x, tensor.name, shard)
-    return x

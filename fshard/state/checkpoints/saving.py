@@ -24,7 +24,7 @@ from fshard._util.errors import Problem, ShardingError, fail, raise_if
 from fshard._util.hooks import Hook
 from fshard.layout.mesh import Mesh
 from fshard.layout.sharded import Sharded
-from fshard.layout.tree import flatten, leaf_names
+from fshard.layout.tree import flatten, leaf_names, plain_containers
 from fshard.run.transports.base import current_transport, is_simulated
 from fshard.spmd.collectives.permutations import pbroadcast
 from fshard.state.checkpoints.checkpoint_index import (
@@ -33,7 +33,6 @@ from fshard.state.checkpoints.checkpoint_index import (
     StoredShard,
     StoredTensor,
     check_names,
-    nested,
 )
 from fshard.state.checkpoints.save_plan import SavePlan, check_reduced
 from fshard.state.checkpoints.shard_files import (
@@ -104,7 +103,7 @@ def save(
         )) if index in plan.boxes else leaf
         for index, (name, leaf) in enumerate(zip(names, leaves, strict=True))
     ]  # fmt: skip
-    writer = _Writer(root, save_id, plan, nested(tree, stored), timeout)
+    writer = _Writer(root, save_id, plan, plain_containers(tree, stored), timeout)
     tensors = {
         rank: {
             _key(names[index], offsets): as_stored(local, copy=async_op)

@@ -1,4 +1,4 @@
-"""Files of shards in the safetensors format, written whole and read by slices."""
+"""Files of shards in the safetensors format: their dtypes, checksums, and their writing."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import ctypes
 import json
 import os
 import zlib
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,14 +15,13 @@ from typing import Any
 import torch
 
 from fshard._util.errors import Problem, fail, raise_if
-from fshard.state.checkpoints.checkpoint_index import StoredShard
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
     "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-    "C64": torch.complex64,
+    "F8_E8M0": torch.float8_e8m0fnu, "C64": torch.complex64,
 }  # fmt: skip
 """Dtypes of the format. Tensors of complex128 are saved as pairs of float64."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -60,10 +58,10 @@ def as_stored(x: torch.Tensor, *, copy: bool) -> torch.Tensor:
 def checksum(x: torch.Tensor) -> int:
     """Return the CRC-32 of the elements of a tensor on the CPU, in row-major order."""
     x = x.contiguous()  # the view of its memory does not keep it
-    return zlib.crc32(_memory(x))
+    return zlib.crc32(memory_of(x))
 
 
-def _memory(x: torch.Tensor) -> memoryview:
+def memory_of(x: torch.Tensor) -> memoryview:
     """Return the bytes of a contiguous tensor on the CPU, without a copy or a reference to it."""
     if not x.nbytes:
         return memoryview(b"")
@@ -100,7 +98,7 @@ def write_file(
         sums = {key: executor.submit(checksum, tensors[key]) for key in order}
         file.write(len(text).to_bytes(8, "little") + text)
         for key in order:
-            memory = _memory(tensors[key])
+            memory = memory_of(tensors[key])
             while memory:
                 count = file.write(memory[:PIECE])
                 advance(count)
@@ -143,97 +141,3 @@ def check_files(root: Path, files: Mapping[str, int], where: str) -> None:
             problems.append(Problem(f"{path}: {found}", f"the file must have {size:,} B",
                                     "copy it again, or load an older checkpoint"))  # fmt: skip
     raise_if(where, problems)
-
-
-MAX_MAPPED = 2**28
-"""Bytes that are read of open files before they are closed: the pages read stay in memory until."""
-MAX_UNCHECKED = 2**27
-"""Bytes of which the checksums may still be computed while others are read."""
-
-
-class ShardReader:
-    """Open files of one directory, of which slices are read.
-
-    Checksums are computed by another thread while values are copied; the end of the `with` block
-    waits for them.
-    """
-
-    def __init__(self, directory: Path, where: str) -> None:
-        self.directory, self.where = directory, where
-        self.open: dict[str, Any] = {}
-        self.mapped = 0
-        self.unchecked: deque[tuple[Future[int], int, str, StoredShard]] = deque()
-        self.executor = ThreadPoolExecutor(1)
-
-    def __enter__(self) -> ShardReader:
-        return self
-
-    def __exit__(self, kind: Any, *_: object) -> None:
-        with self.executor:
-            if kind is None:
-                self._compare(0)
-
-    def check(self, x: torch.Tensor, name: str, shard: StoredShard) -> None:
-        """Compare the checksum of a complete shard with that in the index, soon.
-
-        Raises:
-            ShardingError: from here or the end of the block, if one differs.
-        """
-        future = self.executor.submit(checksum, x)
-        self.unchecked.append((future, x.nbytes, name, shard))
-        self._compare(MAX_UNCHECKED)
-
-    def _compare(self, limit: int) -> None:
-        """Wait for checksums, the oldest first, until at most `limit` bytes are unchecked."""
-        while self.unchecked and sum(nbytes for _, nbytes, *_ in self.unchecked) > limit:
-            future, _, name, shard = self.unchecked.popleft()
-            if future.result() != shard.crc32:
-                fail(self.where, f"{name}: other bytes in {self.directory / shard.file} than were "
-                     "saved", f"the checksum of {shard.key} must be {shard.crc32}",
-                     "copy the file again, or load an older checkpoint")  # fmt: skip
-
-    def file(self, name: str) -> Any:
-        """Return an open file; raise `ShardingError` if it is damaged."""
-        opened = self.open.get(name)
-        if opened is None:
-            package = safetensors(self.where)
-            try:
-                opened = package.safe_open(self.directory / name, framework="pt")
-            except (OSError, package.SafetensorError) as error:
-                fail(self.where, f"{self.directory / name}: {error}",
-                     "the files of a checkpoint must be whole safetensors files",
-                     "load an older checkpoint, or copy the file again")  # fmt: skip
-            self.open[name] = opened
-        return opened
-
-    def shape_and_dtype(self, file: str, key: str) -> tuple[tuple[int, ...], torch.dtype]:
-        """Return the shape and dtype of a tensor in a file."""
-        part = self.file(file).get_slice(key)
-        return tuple(part.get_shape()), DTYPES[part.get_dtype()]
-
-    def read(
-        self, file: str, key: str, ranges: Sequence[tuple[int, int]], dtype: torch.dtype
-    ) -> torch.Tensor:
-        """Return a box of a tensor in a file, in the memory of the file; no other bytes are read.
-
-        Args:
-            file: name of the file.
-            key: name of the tensor in it.
-            ranges: first and last index, exclusive, in each dim.
-            dtype: dtype of the tensor that was saved.
-        """
-        opened = self.file(file)
-        if key not in opened.keys():  # noqa: SIM118 - not a mapping
-            fail(self.where, f"no {key!r} in {self.directory / file}",
-                 "the files of a checkpoint must be those of its index",
-                 "load an older checkpoint, or copy the files again")  # fmt: skip
-        if not ranges:
-            x = opened.get_tensor(key)
-        else:
-            x = opened.get_slice(key)[tuple(slice(a, b) for a, b in ranges)]
-        self.mapped += x.nbytes
-        if self.mapped > MAX_MAPPED:
-            self.open, self.mapped = {}, 0
-        # The file's memory is not aligned for complex128.
-        result: torch.Tensor = torch.view_as_complex(x.clone()) if dtype == torch.complex128 else x
-        return result

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from fshard._torch.autograd_state import version_of
 from fshard._util.errors import Problem, fail, raise_if
 from fshard._util.hooks import Hook
 from fshard._util.text import plural
@@ -201,7 +202,7 @@ def distribute_module(
     Raises:
         ShardingError: lists parameters that no rule matches, rules and styles that are not used,
             dims that do not divide, each with its fix; a meta module whose tensors nothing
-            initialises.
+            initialises. Single tensors of floating dtypes that nothing writes are NaN.
 
     The counterpart of DTensor's `distribute_module` and `parallelize_module`.
 
@@ -359,7 +360,11 @@ def _leaves(pair: Sharded, *, requires_grad: bool) -> Sharded:
 
 
 class _Initializer(torch.nn.Module):
-    """Module that initialises another one when it is called."""
+    """Module that initialises another one when it is called.
+
+    It raises `ShardingError` for tensors of integers or bools that nothing writes. Those of other
+    dtypes stay as they are: NaN, which shows.
+    """
 
     def __init__(self, module: torch.nn.Module, init_fn: Callable[[torch.nn.Module], Any]) -> None:
         super().__init__()
@@ -367,8 +372,22 @@ class _Initializer(torch.nn.Module):
 
     def forward(self) -> None:
         """Write the initial values in place."""
+        before = self._versions()
         with torch.no_grad():
             self.init_fn(self.module)
+        raise_if(WHERE, [
+            Problem(f"{name} of {x.dtype} on the meta device, which init_fn does not write",
+                    "every tensor of a meta module must be initialised",
+                    f"init_fn=fn with a function that also writes {name} in place")
+            for name, (x, version) in self._versions().items()
+            if before[name][0] is x and before[name][1] == version
+            and not (x.is_floating_point() or x.is_complex())
+        ])  # fmt: skip
+
+    def _versions(self) -> dict[str, tuple[torch.Tensor, int]]:
+        """Return every tensor of the module and the number of writes to it."""
+        tensors = (*self.module.named_parameters(), *self.module.named_buffers())
+        return {name: (x, version_of(x)) for name, x in tensors}
 
 
 def _created(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -50,7 +51,8 @@ def functional(module: torch.nn.Module, /) -> Functional:
         under the first name. `buffers` includes those that a `state_dict` leaves out.
 
     Raises:
-        ShardingError: from the call, if a name is missing or unknown.
+        ShardingError: from the call, if a name is missing or unknown, or if the module creates a
+            buffer that it did not have.
 
     After `torch.func.functional_call`, which it calls; the pair of results is `flax`'s
     `apply(..., mutable=["batch_stats"])`.
@@ -71,12 +73,36 @@ def functional(module: torch.nn.Module, /) -> Functional:
         copies = {name: x.clone() for name, x in buffers.items()}
         values = with_tied_names(module, {**params, **copies})
         # It writes into `values` the buffers that the module replaces.
-        output = torch.func.functional_call(module, values, args, kwargs, tie_weights=False)
+        with _no_new_buffers(where, module):
+            output = torch.func.functional_call(module, values, args, kwargs, tie_weights=False)
         return output, {name: values[name] for name in buffers}
 
     fn.__name__ = type(module).__name__
     fn.__signature__ = _signature(module)  # type: ignore[attr-defined]
     return Functional(fn, params, buffers)
+
+
+@contextmanager
+def _no_new_buffers(where: str, module: torch.nn.Module) -> Iterator[None]:
+    """Remove buffers that the block adds to a module or to one of its submodules, and raise."""
+    modules = dict(module.named_modules())
+    before = {path: {name for name, _ in m.named_buffers(recurse=False)}
+              for path, m in modules.items()}  # fmt: skip
+    created = []
+    try:
+        yield
+    finally:
+        for path, submodule in modules.items():
+            for name, x in [*submodule.named_buffers(recurse=False)]:
+                if name not in before[path]:
+                    created.append((f"{path}.{name}".removeprefix("."), x))
+                    setattr(submodule, name, None)
+    raise_if(where, [
+        Problem(f"a call that creates the buffer {name} of shape {tuple(x.shape)}",
+                "buffers must be tensors before the call, to be arguments and results of it",
+                "one call of the module itself before fs.state.functional, which creates it")
+        for name, x in created
+    ])  # fmt: skip
 
 
 def _signature(module: torch.nn.Module) -> inspect.Signature:

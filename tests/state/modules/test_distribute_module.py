@@ -259,6 +259,30 @@ def test_what_initialisation_does_not_write_is_nan_on_every_rank() -> None:
     assert not fs.unshard(distributed.params["layer.weight"]).isnan().any()
 
 
+class WithPositions(WithConstant):
+    """Module with a buffer of integers that its initialisation writes only if told to."""
+
+    def __init__(self, write: bool) -> None:
+        super().__init__()
+        self.write = write
+        self.register_buffer("positions", torch.arange(4))
+
+    def reset_parameters(self) -> None:
+        """Initialise the buffer."""
+        if self.write:
+            self.positions = torch.arange(4)
+
+
+def test_integers_that_initialisation_does_not_write_are_refused() -> None:
+    options: dict[str, Any] = {"key": fs.random.key(0), "partition": [(".*", P())]}
+    with torch.device("meta"):
+        modules = [WithPositions(True), WithPositions(False)]
+    distributed = fs.state.distribute_module(modules[0], Mesh(x=2), **options)
+    assert torch.equal(fs.unshard(distributed.buffers["positions"]), torch.arange(4))
+    with pytest.raises(fs.ShardingError, match=r"positions of torch\.int64 on the meta device"):
+        fs.state.distribute_module(modules[1], Mesh(x=2), **options)
+
+
 def test_a_module_of_one_parameter_loads_by_its_specs(tmp_path: Path) -> None:
     linear = nn.Linear(4, 8, bias=False)
     distributed = fs.state.distribute_module(linear, Mesh(x=2), partition=[(".*", P("x"))])

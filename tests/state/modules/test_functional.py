@@ -86,6 +86,37 @@ def test_signature_is_that_of_forward_after_the_state() -> None:
     assert [*inspect.signature(fn).parameters] == ["params", "buffers", "text", "shift"]
 
 
+class Lazy(nn.Module):
+    """Module whose buffers are created by the first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", None)
+        self.layer = nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.mask is None:
+            self.mask = torch.ones_like(x)
+            self.layer.register_buffer("shift", 2 * x.detach())
+        y: torch.Tensor = self.mask * x
+        return y
+
+
+def test_buffers_that_a_call_creates_are_refused_and_removed() -> None:
+    module = Lazy()
+    fn, params, buffers = fs.state.functional(module)
+    distributed = fs.state.distribute_module(module, fs.Mesh(x=2), in_specs=fs.P("x"))
+    for run in (fn, distributed):
+        with pytest.raises(fs.ShardingError, match=r"buffer mask of shape \(4, 2\)") as caught:
+            run(params, buffers, torch.ones(4, 2))
+        assert "the buffer layer.shift" in str(caught.value)
+        assert not dict(module.named_buffers())
+    module(torch.ones(4, 2))
+    fn, params, buffers = fs.state.functional(module)
+    assert [*buffers] == ["mask", "layer.shift"]
+    assert torch.equal(fn(params, buffers, torch.ones(4, 2))[0], torch.ones(4, 2))
+
+
 def test_missing_and_unknown_names_are_refused() -> None:
     fn, params, _ = fs.state.functional(TiedLanguageModel())
     wrong = {"out.weight": params["embed.weight"]}
