@@ -6,8 +6,9 @@ round, and the median of the ratios to the exchange by hand. `--grid` shards row
 2x2 ranks. Beside the time it prints the bytes that the busiest rank sends forward, and the bound:
 the elements of its windows that a rank lacks.
 
-`--memory` prints for a ResNet-50 and a UNet the peak bytes of live tensors of a rank, without the
-parameters and their gradients, on 1, 2 and 4 ranks, and the bytes that a rank sends.
+`--memory` prints for a ResNet-50 and a UNet the peak bytes of tensors that a rank creates, forward
+and backward, on 1, 2 and 4 ranks: activations, and the gradients of the parameters, which do not
+shrink, and what a rank sends.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from fshard import Mesh, P
 from tests.helpers.gloo.harness import close_all, run_ranks
 from tests.helpers.ops.blocks import UNet
 from tests.helpers.tensor_memory import LiveBytes
+from tests.partition.models.zoo import import_torchvision
 
 RANKS, LAYERS, CHANNELS, SIZE, ROUNDS = 4, 6, 16, 256, 9
 Stack = Callable[[Tensor, list[Tensor]], Tensor]
@@ -202,9 +204,8 @@ def bound(mesh: Mesh, size: int) -> int:
 
 def resnet(size: int) -> tuple[nn.Module, tuple[int, ...]]:
     """Return a ResNet-50 of torchvision and the shape of its image."""
+    import_torchvision()
     from torchvision.models import resnet50
-
-    import tests.partition.models.zoo  # noqa: F401 - imports a torchvision of another build
 
     return resnet50(weights=None, num_classes=10), (1, 3, size, size)
 
@@ -217,8 +218,8 @@ def unet(size: int) -> tuple[nn.Module, tuple[int, ...]]:
 MODELS = {"ResNet-50": resnet, "UNet": unet}
 
 
-def memory_on_rank(axes: dict[str, int], name: str, size: int) -> tuple[int, int]:
-    """Return the peak bytes of a rank without parameters and their gradients, and bytes sent."""
+def memory_on_rank(axes: dict[str, int], name: str, size: int) -> tuple[int, int, int]:
+    """Return the peak bytes of tensors of a rank, bytes of gradients among them, and bytes sent."""
     mesh = Mesh(axes)
     fs.init(mesh, timeout=600)
     torch.set_num_threads(1)
@@ -233,8 +234,7 @@ def memory_on_rank(axes: dict[str, int], name: str, size: int) -> tuple[int, int
         y = part(params, x)
         loss = (y.local if isinstance(y, fs.Sharded) else y).square().mean()
         grads = torch.autograd.grad(loss, leaves)
-    del y, loss
-    return live.peak - sum(g.nbytes for g in grads), log.total_bytes
+    return live.peak, sum(grad.nbytes for grad in grads), log.total_bytes
 
 
 def print_times(console: Console, axes: dict[str, int], size: int) -> None:
@@ -258,14 +258,15 @@ def print_times(console: Console, axes: dict[str, int], size: int) -> None:
 
 def print_memory(console: Console, name: str, size: int) -> None:
     """Print the peak bytes of a rank by the number of ranks."""
-    table = Table(f"{name}, {size} x {size}", "peak bytes of a rank", "of 1 rank's", "sent")
+    table = Table("ranks", "peak bytes", "of 1 rank's", "gradients", "sent",
+                  title=f"{name}, {size} x {size}")  # fmt: skip
     alone = 0
     for axes in ({"h": 1}, {"h": 2}, {"h": 2, "w": 2}):
         n = math.prod(axes.values())
         rows = run_ranks(n, memory_on_rank, axes, name, size, timeout=1200)
-        peak, sent = (max(row[i] for row in rows) for i in (0, 1))
+        peak, grads, sent = (max(row[i] for row in rows) for i in range(3))
         alone = alone or peak
-        table.add_row(f"{n} ranks", f"{peak:,}", f"{peak / alone:.2f}", f"{sent:,} B")
+        table.add_row(f"{n}", f"{peak:,}", f"{peak / alone:.2f}", f"{grads:,}", f"{sent:,} B")
     console.print(table)
 
 
@@ -274,14 +275,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--grid", action="store_true")
     parser.add_argument("--memory", action="store_true")
-    parser.add_argument("--size", type=int, default=SIZE)
+    parser.add_argument("--size", type=int)
     args = parser.parse_args()
     console = Console()
     if args.memory:
         for name in MODELS:
-            print_memory(console, name, args.size)
+            print_memory(console, name, args.size or 2 * SIZE)
     else:
-        print_times(console, {"h": 2, "w": 2} if args.grid else {"h": RANKS}, args.size)
+        print_times(console, {"h": 2, "w": 2} if args.grid else {"h": RANKS}, args.size or SIZE)
     close_all()
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import fshard as fs
 from fshard import Mesh, P, ShardingError, Spec
+from fshard.ops.core.windows import Window
 from tests.helpers.strategies import shard_sizes
 
 F64 = torch.float64
@@ -65,6 +66,22 @@ def test_laws(data: st.DataObject) -> None:
 
 
 @settings(max_examples=25)
+@given(st.data())
+def test_read_sizes_are_those_that_windows_shards_came_from(data: st.DataObject) -> None:
+    """Sizes of the dim that is read follow from those of the windows, up to equivalent ones."""
+    draw = data.draw
+    size, step, per = draw(st.integers(1, 12)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    low = draw(st.integers(-3, 0))
+    length = max(1, size * per // step)
+    window = Window("o", "h", length, size, step, low, low + draw(st.integers(0, 4)), per=per)
+    sizes = draw(shard_sizes(size, draw(st.integers(1, 4))))
+    found = window.read_sizes(window.sizes(sizes))
+    assert sum(found) == size
+    assert min(found) >= 0
+    if min(sizes):
+        assert window.sizes(found) == window.sizes(sizes)
+
+
 @given(st.data())
 def test_traffic_is_window_minus_own(data: st.DataObject) -> None:
     """The program of a convolution on one sharded dim receives what the plan lacks."""

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +29,9 @@ STATE = ("fsdp", "zero_adamw", "muon")
 RINGS = {"ring_attention": (4, 64), "point_cloud_knn": (3, 80)}
 """Examples of rings, and the arguments of their `main`."""
 HEAT_EQUATION = ROOT / "examples" / "heat_equation.py"
+SHARDED_UNET = ROOT / "examples" / "sharded_unet.py"
+UNET_PICTURE = Path(tempfile.gettempdir()) / f"sharded_unet_{os.getpid()}.png"
+HAS_PHOTOGRAPHS = all(importlib.util.find_spec(name) for name in ("sklearn", "PIL"))
 PARTITION_LLAMA = ROOT / "examples" / "partition_llama.py"
 TINY = ["--steps", "3", "--batch", "4", "--length", "8", "--width", "16"]
 GRACE_SECONDS = 40
@@ -43,6 +47,8 @@ COMMANDS = {
     },
     "heat_equation": [str(HEAT_EQUATION), "20"],
 }
+if HAS_PHOTOGRAPHS:
+    COMMANDS["sharded_unet"] = [str(SHARDED_UNET), "3", "8", str(UNET_PICTURE)]
 RUN_ALL = f"""
 import os, runpy, sys
 sys.path.insert(0, {str(ROOT / "examples")!r})
@@ -223,6 +229,29 @@ def test_heat_equation_agrees_with_one_device(
         assert [x for x in simulated.splitlines() if x.startswith(line)] == [
             x for x in out.splitlines() if x.startswith(line)
         ]
+
+
+@pytest.mark.skipif(not HAS_PHOTOGRAPHS, reason="the extra `examples` is not installed")
+@pytest.mark.timeout(300)
+def test_sharded_unet_agrees_with_one_device(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    on_processes: dict[str, str],
+    tmp_path: Path,
+) -> None:
+    picture = tmp_path / "unet.png"
+    assert load(SHARDED_UNET, monkeypatch).main(3, 8, str(picture)) == 0
+    simulated, out = capsys.readouterr().out, on_processes["sharded_unet"]
+    for text in (simulated, out):
+        assert max(map(len, text.replace(str(picture), "").splitlines())) <= 100
+        (difference,) = re.findall(r"^Losses differ by at most (\S+)\.$", text, re.MULTILINE)
+        assert float(difference) < 1e-10
+    assert "f64[2,3,53@h:29+24,80@w:26+54]" in simulated
+    assert "all_gather" not in simulated
+    assert losses(out) == pytest.approx(losses(simulated), rel=0, abs=2e-10)
+    assert len(losses(out)) == 3
+    assert picture.read_bytes() == UNET_PICTURE.read_bytes()
+    UNET_PICTURE.unlink()
 
 
 @pytest.mark.timeout(300)

@@ -8,6 +8,7 @@ pooling, the stride of a transposed convolution, the size of the result of an ad
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -91,6 +92,18 @@ class Window:
         counts = [self._count_before(end) if i >= held[0] else 0 for i, end in enumerate(ends)]
         counts[held[-1] :] = [self.length] * (len(ends) - held[-1])
         return tuple(b - a for a, b in itertools.pairwise((0, *counts)))
+
+    def read_sizes(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """Return sizes of the shards of `of` whose windows' shards have these sizes, or nearly so.
+
+        >>> window = Window("o", "h", 8, 16, step=2, low=-1, high=1)
+        >>> window.read_sizes((5, 3))
+        (9, 7)
+        """
+        positions = range(self.size)
+        ends = [bisect_left(positions, count, key=self._count_before)
+                for count in itertools.accumulate(sizes[:-1])]  # fmt: skip
+        return tuple(b - a for a, b in itertools.pairwise((0, *ends, self.size)))
 
     def _count_before(self, end: int) -> int:
         """Return the number of elements anchored before the position `end`."""

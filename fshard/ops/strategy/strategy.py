@@ -323,9 +323,19 @@ class Layouts:
                 choices.append(sizes)
             elif minor and all(size % minor == 0 for size in sizes):
                 choices.append(tuple(size // minor for size in sizes))
+        choices = choices or self._window_sources(factor, axes)
         if choices and (len({*choices}) == 1 or max(choices[0] or (0,)) < 2 * -(-length // n)):
             return choices[0]
         return None if length % n == 0 else chunk_sizes(length, parts)
+
+    def _window_sources(self, factor: str, axes: tuple[str, ...]) -> list[tuple[int, ...] | None]:
+        """Return sizes of a factor that no operand shards, as the windows of gradients are."""
+        window = self._rule.windows.get(factor)
+        return [] if window is None else [
+            window.read_sizes(spec.shard_sizes(dim))
+            for index, dim in self._places.get(window.name, [])
+            if (spec := self._sources[index]).partition.dims[dim] == axes
+        ]  # fmt: skip
 
     def _dim_sharding(
         self, factors: tuple[str, ...], shardings: Mapping[str, DimSharding]
