@@ -20,6 +20,8 @@ storage_id: Callable[[torch.Tensor], int] = torch._C._storage_id  # type: ignore
 """Return an id of the storage; raise for sparse tensors and wrappers of `torch.func`."""
 copy_all: Callable[[Any, Any], None] = torch._foreach_copy_
 """`copy_all(targets, sources)`: copy tensors by one call."""
+ONE_OWNER = 2
+"""References to the storage of one tensor: of the tensor and of the storage's Python object."""
 sparse_values: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor._values
 
 
@@ -77,6 +79,17 @@ class FlatBuffer:
 def storage_address(x: torch.Tensor) -> int:
     """Return the address of the storage object, equal for tensors that share memory."""
     return int(innermost(x).untyped_storage()._cdata)
+
+
+def has_one_owner(x: torch.Tensor) -> bool:
+    """Return True if no other tensor has the memory of `x`.
+
+    >>> x = torch.ones(2)
+    >>> has_one_owner(x), has_one_owner(x[:1])
+    (True, False)
+    """
+    storage = x.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) <= ONE_OWNER
 
 
 def unaliased(y: torch.Tensor, xs: Sequence[torch.Tensor]) -> torch.Tensor:

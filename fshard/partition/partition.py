@@ -27,7 +27,7 @@ from fshard.layout.tree import (
 )
 from fshard.ops.core.cache_keys import freeze
 from fshard.ops.core.call import name_of
-from fshard.ops.trace.trace import refuse_autocast
+from fshard.ops.trace.trace import TracedFunction, refuse_autocast
 from fshard.partition import arguments
 from fshard.partition.arguments import CallSignature
 from fshard.partition.assignment.fastest_assignment import (
@@ -39,6 +39,7 @@ from fshard.partition.function_traces import FunctionTraces
 from fshard.partition.ir import Ref, Write
 from fshard.partition.number_variants import NumberVariants, Plan
 from fshard.partition.partitioned_call import PartitionedCall
+from fshard.partition.step_cost.memory_limit import check_memory, within_memory
 from fshard.program.cost.topology import Topology
 from fshard.program.program_arguments import as_topology
 from fshard.run.global_tensors import unshard
@@ -66,6 +67,7 @@ class Partition:
         topology: the topology that layouts are costed on.
         remat: the policy by which the backward pass recomputes values, None for none.
         module: the module that `fn` calls, None for a function.
+        memory: bytes that a rank may hold over a step, None for no limit.
 
     >>> import torch
     >>> import fshard as fs
@@ -92,10 +94,11 @@ class Partition:
         hold: tuple[str, ...] = (),
         remat: Remat = None,
         replicate: tuple[str, ...] = (),
+        memory: int | None = None,
     ) -> None:
         self.fn, self.mesh, self.in_specs, self.out_specs = (fn, mesh, in_specs, out_specs)
         self.params, self.refuse_writes, self.module = params, refuse_writes, module
-        self.hold, self.remat, self.replicate = hold, remat, replicate
+        self.hold, self.remat, self.replicate, self.memory = hold, remat, replicate, memory
         self.where = where or f"fs.partition({name_of(fn)})"
         self.topology = as_topology("fs.partition", topology, meshes=(mesh,))
         self._calls: dict[Any, NumberVariants] = BoundedDict()
@@ -106,7 +109,8 @@ class Partition:
     def __reduce__(self) -> tuple[Any, ...]:
         module = self.module
         fn = arguments.importable(self.fn, self.where) if module is None else module
-        names = "mesh", "in_specs", "out_specs", "params", "topology", "hold", "remat", "replicate"
+        names = ("mesh", "in_specs", "out_specs", "params", "topology", "hold", "remat",
+                 "replicate", "memory")  # fmt: skip
         return _rebuild, (fn, {name: getattr(self, name) for name in names})
 
     @run_uncompiled
@@ -287,14 +291,34 @@ class Partition:
                  "an operation on pairs must return new pairs, and change none",
                  "inplace=False where it has that option; or fs.partition of it")  # fmt: skip
         traced.check(signature.requires_grad, names, self.where)
+        params = sum(map(bool, specs[: flatten([*args[:1]])[1].num_leaves]))
+
+        def plan(hold: tuple[str, ...]) -> PartitionedCall:
+            number_types = tuple(type(leaves[index]) for index in numbers)
+            all_names = (*names, *(leaf_names[index] for index in numbers))
+            return self._planned(traced, result_tree, inputs, signature, number_types, numbers,
+                                 all_names, params, hold)  # fmt: skip
+
+        if self.memory is None:
+            call = plan(self.hold)
+        else:
+            holds = [self.hold] + ([] if self.params is None else [self.mesh.axes])
+            call = within_memory(plan, holds, self.memory, self.where)
+        self._last = call
+        return call, specs
+
+    def _planned(
+        self, traced: TracedFunction, result_tree: TreeDef, inputs: Sequence[tuple[Spec, bool]],
+        signature: CallSignature, number_types: tuple[type, ...], numbers: tuple[int, ...],
+        names: tuple[str, ...], params: int, hold: tuple[str, ...],
+    ) -> PartitionedCall:  # fmt: skip
+        """Return the call with layouts, whose parameters stay sharded along the axes `hold`."""
         requested = self._requested(result_tree)
         count = len(requested)
         requested += [inputs[index][0] for index in traced.written]
-        params = sum(map(bool, specs[: flatten([*args[:1]])[1].num_leaves]))
-        number_types = tuple(type(leaves[index]) for index in numbers)
         assignment, outputs, out_specs, grad = fastest_assignment(
             traced.graph, inputs, signature, requested, count,
-            number_types, [self.hold] * params,
+            number_types, [hold] * params,
             tuple(axis for axis in self.mesh.axes if axis not in self.replicate),
             0 if self.params is None else params, self.mesh, self.topology,
             self.where)  # fmt: skip
@@ -303,15 +327,13 @@ class Partition:
         for index, value in zip(traced.written, outputs[count:], strict=True):
             target = Ref(assignment.inputs[index])
             assignment.lines.append(Write(target, Ref(value), names[index]))
-        call = PartitionedCall(
+        return PartitionedCall(
             self.mesh, tuple(assignment.lines), tuple(s for s, _ in inputs),
             tuple(out_specs[:count]), tuple(assignment.inputs), tuple(outputs[:count]),
             traced.written, result_tree, self.topology, grad, traced.graph,
-            (*names, *(leaf_names[index] for index in numbers)), numbers, traced.accepts,
+            names, numbers, traced.accepts,
             signature.requires_grad, number_types, signature.device, self.remat,
         )  # fmt: skip
-        self._last = call
-        return call, specs
 
     def _requested(self, tree: TreeDef) -> list[Any]:
         """Return the item of `out_specs` for every result, None where there is none."""
@@ -332,6 +354,7 @@ def partition(
     hold: str | Sequence[str] = (),
     remat: Remat = None,
     replicate: str | Sequence[str] = (),
+    memory: int | None = None,
 ) -> Partition:
     """Transform a function of one device into a local program with explicit collectives.
 
@@ -390,15 +413,19 @@ def partition(
             ranks, where that is modelled as faster. Along the others the layouts of `in_specs` are
             intentions: operations on them stay sharded, except those that have no such rule
             (`explain()` names them). Tensors of `params` may be gathered along all axes.
+        memory: bytes that a rank may hold over a step, as `trace(...).memory()` predicts it without
+            an optimizer. If a plan exceeds it, parameters are gathered again in the backward pass,
+            or stay sharded where they are used, or all but products is recomputed, or all between
+            checkpoints; `explain()` says which. A `remat` that is given is kept.
 
     Returns:
         A `Partition`: called with pairs it returns pairs, with global tensors global tensors. It is
         differentiable; the gradient of an argument has the dual layout of the argument.
 
     Raises:
-        ShardingError: from the call, if an operation has no rule, if the function reads values or
-            writes tensors it closes over, if autograd would not see a write, or if a pair has
-            another layout than `in_specs`.
+        ShardingError: from the call, if no plan fits into `memory`, if an operation has no rule, if
+            the function reads values or writes tensors it closes over, if autograd would not see a
+            write, or if a pair has another layout than `in_specs`.
 
     After GSPMD (arXiv 2105.04663), `jax.jit` and `jax.checkpoint`; the result is a value:
     `explain()` has a line for every operation, `graph` is code.
@@ -437,8 +464,9 @@ def partition(
              "the held tensors must be those of params",
              "params=P(...), the layouts of the first argument")  # fmt: skip
     check_remat(remat)
+    check_memory(memory, "fs.partition")
     return Partition(run, mesh, in_specs, out_specs, params, topology, module=source, hold=axes,
-                     remat=remat, replicate=repeated)  # fmt: skip
+                     remat=remat, replicate=repeated, memory=memory)  # fmt: skip
 
 
 def _rebuild(fn: Callable[..., Any], options: dict[str, Any]) -> Partition:

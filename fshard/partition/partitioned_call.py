@@ -30,7 +30,7 @@ from fshard.partition.execution.schedule import schedule
 from fshard.partition.execution.segments import RankLines
 from fshard.partition.ir import Line, Operation, Redistribution
 from fshard.partition.step_cost.abstract_step import record_step
-from fshard.partition.step_cost.memory_timeline import StepMemory
+from fshard.partition.step_cost.memory_timeline import MemoryChoice, StepMemory
 from fshard.partition.step_cost.roofline import Roofline
 from fshard.partition.step_cost.step_record import StepRecord
 from fshard.partition.step_cost.timing import memory_of, optimizer_bytes, roofline_of
@@ -73,6 +73,7 @@ class PartitionedCall:
         number_types: the types of the symbolic numbers.
         device: the device of the arguments' tensors.
         remat: the policy by which the backward pass recomputes values.
+        memory_choice: the plan that was chosen for a limit of memory, None without a limit.
     """
 
     mesh: Mesh
@@ -93,6 +94,7 @@ class PartitionedCall:
     number_types: tuple[type, ...] = ()
     device: torch.device = CPU
     remat: Remat = None
+    memory_choice: MemoryChoice | None = None
     _schedule: list[Line] = field(default_factory=list)
     _graphs: dict[int, fx.GraphModule] = field(default_factory=dict)
     _functions: dict[int, Callable[..., tuple[Any, ...]]] = field(default_factory=dict)

@@ -181,7 +181,15 @@ def layout_table(call: PartitionedCall, topology: Topology, notes: Sequence[str]
     shown = len(COLUMNS) if call.grad else -2
     again = ("↻ runs again in the backward pass",) if kept.recomputed else ()
     unknown = (f"saved bytes are unknown: {kept.problem}",) if kept.problem else ()
-    notes = (*notes, *unknown, *again, *_coalesced(call), *_gathered(call), *_repeated(call))
+    notes = (
+        *notes,
+        *_memory(call),
+        *unknown,
+        *again,
+        *_coalesced(call),
+        *_gathered(call),
+        *_repeated(call),
+    )
     return Table(title, COLUMNS[:shown], tuple(row[:shown] for row in rows),
                  tuple(row[:shown] for row in footer), notes)  # fmt: skip
 
@@ -216,6 +224,14 @@ class _KeptMemory:
         if nbytes or self.recomputed.isdisjoint(values):
             return bytes_text(nbytes) if nbytes else ""
         return "↻"
+
+
+def _memory(call: PartitionedCall) -> Iterator[str]:
+    """Yield notes on the plan that was chosen for a limit of memory, and on the others."""
+    choice = call.memory_choice
+    if choice is not None:
+        yield f"memory={choice.limit}, {choice}"
+        yield from (f"  else {other}" for other in choice.others)
 
 
 def _coalesced(call: PartitionedCall) -> Iterator[str]:

@@ -8,7 +8,7 @@ costed by. Only the programs of the chosen strategy are planned, and their cost 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -162,10 +162,7 @@ def compute_time(topology: Topology, rule: Rule, call: OpCall, sizes: Mapping[st
     """
     touched = sum(nbytes(meta) for meta in (*call.operands, *call.results) if meta is not None)
     time = touched / topology.memory
-    contracts = len(call.operands) > 1 and any(
-        rule.kind(f) not in ("pass-through", "unsharded", "permuted") for f in sizes
-    )
-    if contracts:
+    if contracts(rule, call, sizes):
         # A window and the factor that it reads are one loop, of the shorter one's length.
         loops = dict(sizes)
         for window in rule.windows.values():
@@ -174,6 +171,12 @@ def compute_time(topology: Topology, rule: Rule, call: OpCall, sizes: Mapping[st
         dtype = next(meta.dtype for meta in call.operands if meta is not None)
         time = max(time, 2 * math.prod(loops.values()) / topology.flops_per_second(dtype))
     return time
+
+
+def contracts(rule: Rule, call: OpCall, factors: Iterable[str]) -> bool:
+    """Return True for products: several tensors are contracted over some of the factors."""
+    kinds = ("pass-through", "unsharded", "permuted")
+    return len(call.operands) > 1 and any(rule.kind(f) not in kinds for f in factors)
 
 
 def nbytes(meta: Meta) -> int:

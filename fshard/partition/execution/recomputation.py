@@ -56,7 +56,7 @@ class RematerializedLines:
     ) -> None:  # fmt: skip
         self.plan, self.inputs, self.outputs, self.names = plan, inputs, outputs, names
         self.ranks, self.producers, self.bases = run, plan.producers, plan.bases
-        self.segments = [*segments(plan, lines, outputs, run, each=each)]
+        self.segments = [*segments(plan, lines, inputs, outputs, run, each=each)]
         self.units = [compiled_unit(unit, run) for unit in plan.units]
         self.previous = _previous_launches(plan)
 

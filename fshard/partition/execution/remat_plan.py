@@ -37,7 +37,16 @@ from fshard.run.autograd.linear_function import ProgramGroup
 GATHERS, ALL = "gathers", "all"
 Policy = Callable[..., Any]
 """Function of an operation or a `Program`, and of its arguments with specs, that keeps or not."""
-Remat = str | Policy | Sequence[Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class KeptValues:
+    """Policy that keeps some values of a plan, by their ids, and recomputes all others."""
+
+    values: frozenset[int]
+
+
+Remat = str | Policy | Sequence[Any] | KeptValues | None
 KEPT = (True, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 RECOMPUTED = (False, CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
@@ -182,7 +191,8 @@ def remat_candidates(
             values = {
                 pick.index: pick.out for pick in picks.get(wait.out, ())
                 if line.sources[pick.index].value not in written
-                and chooser.recomputes_program(line.programs[pick.index], line.sources[pick.index])
+                and chooser.recomputes_program(
+                    line.programs[pick.index], line.sources[pick.index], pick.out)
             }  # fmt: skip
             units += [_launch_unit(line, wait, values)] if values else []
         elif (
@@ -219,11 +229,13 @@ class _Chooser:
                  f"remat=[torch.ops.{next(iter(found))}]; remat='all' keeps none")  # fmt: skip
         return lambda op, *args, **kwargs: op in ops
 
-    def recomputes(self, line: Line) -> bool:
+    def recomputes(self, line: Operation | Redistribution | ir.Factory) -> bool:
         """Return True if a line's results are not kept."""
+        if isinstance(self.remat, KeptValues) and not isinstance(line, Redistribution):
+            return line.out not in self.remat.values
         match line:
             case Redistribution():
-                return self.recomputes_program(line.program, line.source)
+                return self.recomputes_program(line.program, line.source, line.out)
             case Operation() if self.remat == GATHERS:
                 operands = operands_of(line)
                 row = row_of(line.strategy.call.op)
@@ -237,12 +249,14 @@ class _Chooser:
                 return self.answer(line.op, *line.args, **line.kwargs)
         return False
 
-    def recomputes_program(self, prog: Program, source: Ref) -> bool:
-        """Return True if the result of a redistribution is not kept."""
+    def recomputes_program(self, prog: Program, source: Ref, out: int) -> bool:
+        """Return True if the result `out` of a redistribution is not kept."""
         if not self.sends and not prog.is_local:
             return False
         if self.remat == GATHERS:
             return source.value in self.tensors and not prog.is_local
+        if isinstance(self.remat, KeptValues):
+            return out not in self.remat.values
         return self.answer(prog, prog.src)
 
     def answer(self, op: Any, *args: Any, **kwargs: Any) -> bool:

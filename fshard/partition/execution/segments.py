@@ -75,23 +75,32 @@ class LineSegment:
 
 
 def segments(
-    plan: RematPlan, lines: Sequence[Line], outputs: Collection[int], ranks: RankLines, *,
-    each: bool,
+    plan: RematPlan, lines: Sequence[Line], inputs: Collection[int], outputs: Collection[int],
+    ranks: RankLines, *, each: bool,
 ) -> Iterator[LineSegment]:  # fmt: skip
-    """Yield the segments of lines: one ends where a value is defined that will be recomputed."""
+    """Yield the segments of lines.
+
+    One ends where a value is defined that will be recomputed, and where the last line has read a
+    value of an earlier segment, which is freed then.
+    """
     producers, ends = plan.producers, {id(unit.lines[0]): i for i, unit in enumerate(plan.units)}
-    kept = {*outputs, *plan.bases}
+    kept, last_line = {*outputs, *plan.bases}, _last_uses([[line] for line in lines])
     groups: list[tuple[list[Line], int | None]] = [([], None)]
-    for line, following in itertools.zip_longest(lines, lines[1:]):
+    frees = False
+    for index, (line, following) in enumerate(itertools.zip_longest(lines, lines[1:])):
         unit = ends.get(id(line))
         if unit is not None:
             groups.append(([], unit))
-        groups[-1][0].append(line)
+        group = groups[-1][0]
+        group.append(line)
+        earlier = {*operands_of(line)} - {getattr(x, "out", None) for x in group} - {*inputs, *kept}
+        frees = frees or any(last_line[value] == index for value in earlier)
         picks = isinstance(following, Pick) and not each
-        if not picks and (each or groups[-1][1] is not None or _defines(groups[-1][0], producers)):
+        if not picks and (each or frees or groups[-1][1] is not None or _defines(group, producers)):
             groups.append(([], None))
+            frees = False
     groups = [group for group in groups if group[0]]
-    last = {v: i for i, (group, _) in enumerate(groups) for x in group for v in operands_of(x)}
+    last = _last_uses([group for group, _ in groups])
     for index, (group, unit) in enumerate(groups):
         defined = [line.out for line in group if hasattr(line, "out")]
         read = dict.fromkeys(v for line in group for v in operands_of(line))
@@ -105,6 +114,11 @@ def segments(
         made = tuple((value, producers[value]) for value in results if value in producers)
         run = ranks.compile(group, operands, results)
         yield LineSegment(tuple(group), run, operands, results, dead, made, unit)
+
+
+def _last_uses(groups: Sequence[Sequence[Line]]) -> dict[int, int]:
+    """Return for each value the index of the last group whose lines read it."""
+    return {v: i for i, group in enumerate(groups) for line in group for v in operands_of(line)}
 
 
 def _defines(lines: Sequence[Line], values: Collection[int]) -> bool:

@@ -48,8 +48,8 @@ from fshard.partition.step_cost.step_record import (
     RecordedLine,
     StepRecord,
     StepRecorder,
-    StepTransport,
 )
+from fshard.partition.step_cost.step_transport import GlooStepTransport, StepTransport
 from fshard.program.program import Program
 from fshard.run.transports.base import as_rank, unobserved
 
@@ -72,10 +72,11 @@ def record_step(
     record = StepRecord(call.mesh, rank)
     recorder = StepRecorder(record)
     run = _MarkedLines(call, plan, recorder, rank)
+    transport = GlooStepTransport if call.device.type == "cpu" else StepTransport
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
         torch.set_grad_enabled(grad),
-        as_rank(StepTransport(rank, call.mesh, recorder=recorder)),
+        as_rank(transport(rank, call.mesh, recorder=recorder)),
         unobserved(),
         without_fake_tensor_logs(),
         named_errors(call.where),
@@ -235,7 +236,7 @@ def recorded_line(line: Line) -> RecordedLine:
 
 
 def _program_name(program: Program) -> str:
-    """Return the steps of a program that do something, as text."""
-    names = [str(step).partition(" to ")[0] for step, sent in
-             zip(program.steps, program.step_bytes, strict=True) if sent]  # fmt: skip
-    return ", ".join(names) or (program.steps[-1].name if program.steps else "same")
+    """Return the name of a program's work on a rank's own memory."""
+    sends = zip(program.steps, program.step_bytes, strict=True)
+    names = " and ".join(dict.fromkeys(step.name for step, sent in sends if sent))
+    return f"buffers of {names}" if names else program.steps[-1].name if program.steps else "copy"

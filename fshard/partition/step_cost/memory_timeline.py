@@ -2,7 +2,9 @@
 
 Memory counts from the operation that allocates it until nothing refers to it, as PyTorch frees it:
 autograd drops what it saved as the backward pass goes on. Allocators round sizes up and keep freed
-blocks, which is not counted; nor are workspaces inside an operation.
+blocks, which is not counted; nor are workspaces inside an operation or a backend. Tensors on the
+CPU are sent by gloo, whose exchanges have other buffers than NCCL's; there the memory of buckets of
+gradients is kept for the next step (`run/bucketing.py`), which the first step does not show.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fshard._util.hooks import Hook
+from fshard._util.text import bytes_text, time_text
 
 CATEGORIES = (
     "parameters", "arguments", "optimizer", "gradients", "activations", "gathered",
@@ -138,6 +141,28 @@ class StepMemory:
     def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
         bundle: dict[str, str] = self.table()._repr_mimebundle_()
         return bundle
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryChoice:
+    """Plan that was tried for a limit of memory.
+
+    Attributes:
+        limit: bytes that a rank may hold.
+        text: the recomputation, and the layouts of parameters if they stay sharded.
+        peak: bytes that a rank holds at most in a step.
+        time: modelled seconds of a step.
+        others: the plans that were tried beside it.
+    """
+
+    limit: int
+    text: str
+    peak: int
+    time: float
+    others: tuple[MemoryChoice, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.text}: {bytes_text(self.peak)}, {time_text(self.time)} a step"
 
 
 @Hook

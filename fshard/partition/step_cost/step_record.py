@@ -16,16 +16,16 @@ from typing import Any
 import torch
 
 from fshard._torch.autograd_state import current_node, graph_task_id
-from fshard._torch.memory import storage_address
+from fshard._torch.memory import has_one_owner, storage_address
 from fshard._torch.modes import DispatchMode
 from fshard._torch.operators import schema_or_none
 from fshard.layout.mesh import Mesh
 from fshard.layout.tree import tensors_in
 from fshard.partition.step_cost.operation_costs import operation_cost
 from fshard.partition.step_cost.roofline import BACKWARD, FORWARD, RECOMPUTE
-from fshard.run.transports.base import Finish, Group
-from fshard.run.transports.shape_only import RecordedCollective, RecordingTransport
+from fshard.run.transports.shape_only import RecordedCollective
 
+ADD = torch.ops.aten.add.Tensor
 LINE = "fshard_line"
 """Key of a line in the metadata of a node of autograd."""
 
@@ -76,12 +76,13 @@ class AwaitedCollective:
 
 @dataclass(slots=True)
 class Block:
-    """Memory that was allocated; its category may become known later."""
+    """Memory that was allocated, in one storage or several; its category may become known later."""
 
     nbytes: int
     line: RecordedLine
     phase: str
     category: str = "temporary"
+    owners: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +128,10 @@ class StepRecorder(DispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         named: Mapping[str, Any] = kwargs or {}
+        in_place = func is ADD and self._accumulates_in_place(args[0])
         out = func(*args, **named)
+        if in_place:
+            self._share(args[0], out)
         for x in tensors_in(out):
             self.allocate(x)
         cost = operation_cost(func, args, named, out) if self.records_operations else None
@@ -143,6 +147,14 @@ class StepRecorder(DispatchMode):
         before = {storage_address(x) for x in tensors_in((args, kwargs)) if _has_storage(x)}
         return all(_has_storage(x) and storage_address(x) in before for x in tensors_in(out))
 
+    @staticmethod
+    def _accumulates_in_place(x: torch.Tensor) -> bool:
+        """Return True for a gradient that autograd adds another one to, and nothing else holds.
+
+        It then adds in place, but not to fake tensors.
+        """
+        return graph_task_id() != -1 and current_node() is None and has_one_owner(x)
+
     # -- memory ----------------------------------------------------------------------------
 
     def allocate(self, x: torch.Tensor, category: str = "temporary") -> None:
@@ -154,13 +166,27 @@ class StepRecorder(DispatchMode):
         block = self.blocks.get(address)
         if block is None and storage.nbytes():
             block = Block(storage.nbytes(), self.line, self.phase, category)
-            self.blocks[address] = block
             self.record.entries.append(AllocatedBlock(block, False, self.phase))
-            weakref.finalize(storage, self._free, address, block).atexit = False
+            self._own(x, block)
+
+    def _share(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        """Record that `y` is in the memory of `x`, which is freed after both."""
+        block = self.blocks.get(storage_address(x))
+        if block is not None:
+            block.owners += 1
+            self._own(y, block)
+
+    def _own(self, x: torch.Tensor, block: Block) -> None:
+        storage, address = x.untyped_storage(), storage_address(x)
+        self.blocks[address] = block
+        weakref.finalize(storage, self._free, address, block).atexit = False
 
     def _free(self, address: int, block: Block) -> None:
-        if self.blocks.get(address) is block:
-            del self.blocks[address]
+        if self.blocks.get(address) is not block:
+            return
+        del self.blocks[address]
+        block.owners -= 1
+        if not block.owners:
             self.record.entries.append(AllocatedBlock(block, True, self.phase))
 
     def saved(self, x: torch.Tensor) -> torch.Tensor:
@@ -263,54 +289,3 @@ def _mark_nodes(results: Any, line: RecordedLine) -> None:
             continue
         node.metadata[LINE] = line
         todo += [following for following, _ in node.next_functions]
-
-
-@dataclass(frozen=True, eq=False)
-class StepTransport(RecordingTransport):
-    """Transport that sends nothing, and records launches, waits and buffers of its rank."""
-
-    recorder: StepRecorder | None = None
-
-    def all_gather(self, x: torch.Tensor, group: Group) -> Finish:
-        """Record the collective."""
-        return self._in_flight(super().all_gather(x, group))
-
-    def all_reduce(
-        self, x: torch.Tensor, reduction: str, group: Group, *, owned: bool = False
-    ) -> Finish:
-        """Record the collective, which writes into an operand that is `owned`."""
-        finish = super().all_reduce(x, reduction, group)
-        return self._in_flight((lambda: x) if owned else finish)
-
-    def reduce_scatter(self, x: torch.Tensor, reduction: str, group: Group) -> Finish:
-        """Record the collective."""
-        return self._in_flight(super().reduce_scatter(x, reduction, group))
-
-    def all_to_all(
-        self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: Group
-    ) -> Finish:
-        """Record the collective."""
-        return self._in_flight(super().all_to_all(x, send, receive, group))
-
-    def add(self, collective: RecordedCollective) -> None:
-        """Record a launch."""
-        self._recorder.launch(collective)
-
-    @property
-    def _recorder(self) -> StepRecorder:
-        assert self.recorder is not None
-        return self.recorder
-
-    def _in_flight(self, finish: Finish) -> Finish:
-        """Return the wait for a collective whose result has its memory from the launch on."""
-        recorder = self._recorder
-        index = recorder.launched
-        with recorder.without_operations():
-            result = [finish()]
-        recorder.set_category(result[0], "communication")
-
-        def wait() -> torch.Tensor:
-            recorder.record.entries.append(AwaitedCollective(index))
-            return result.pop()
-
-        return wait

@@ -1,0 +1,187 @@
+"""Choice of layouts, and of values that the backward pass recomputes, within a limit of memory.
+
+The choices are tried in the order of the time that they add: autograd keeps what it keeps; gathered
+parameters are gathered again; all but products are recomputed; and checkpoints (Chen et al., arXiv
+1604.06174), where the values that few bytes pass through are kept and all between them recomputed.
+Each is planned with parameters gathered and with parameters that stay sharded. The first kind of
+which one fits is taken, the fastest of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from fshard._util.errors import fail
+from fshard._util.text import plural
+from fshard.layout.spec import Spec
+from fshard.ops.propagate.role_costs import contracts
+from fshard.ops.strategy.axis_roles import factor_sizes
+from fshard.partition.execution.remat_plan import GATHERS, KeptValues, Remat
+from fshard.partition.execution.saved_bytes import moved_arguments
+from fshard.partition.ir import (
+    LaunchBatch,
+    Operation,
+    Pick,
+    Redistribution,
+    WaitBatch,
+    aliases_of,
+    operands_of,
+)
+from fshard.partition.partitioned_call import PartitionedCall
+from fshard.partition.step_cost.memory_timeline import MemoryChoice
+
+SEGMENTS = (2, 4, 8, 16, 32, 64)
+"""Numbers of segments between checkpoints that are tried."""
+
+
+def check_memory(memory: int | None, where: str) -> None:
+    """Raise `ShardingError` for a limit that is not a number of bytes."""
+    if memory is not None and (type(memory) is not int or memory < 1):
+        fail(where, f"memory={memory!r}", "memory must be at least 1 byte, or None",
+             "memory=80 * 10**9")  # fmt: skip
+
+
+def within_memory(
+    plan: Callable[[tuple[str, ...]], PartitionedCall], holds: Sequence[tuple[str, ...]],
+    limit: int, where: str,
+) -> PartitionedCall:  # fmt: skip
+    """Return a call that holds at most `limit` bytes on every rank.
+
+    Args:
+        plan: a function from the axes that parameters stay sharded along to the call.
+        holds: the axes to try.
+        limit: bytes.
+        where: name of the function in errors.
+
+    Raises:
+        ShardingError: if no choice fits.
+    """
+    calls = [plan(hold) for hold in holds]
+    calls = [call for i, call in enumerate(calls) if not i or call.programs != calls[0].programs]
+    gathered, tried = calls[0], list[Planned]()
+    for number, (text, policy) in enumerate(_policies(calls[0])):
+        fitting = []
+        if number > 1:  # the layouts of the least peak so far
+            calls = (
+                calls[:1] if min(tried, key=_peak)[1].programs == calls[0].programs else calls[-1:]
+            )
+        for call in calls:
+            other = replace(call, remat=policy(call), _remat={})
+            if number and not other.remat_plan.units:
+                continue
+            layouts = "" if call is gathered else "parameters stay sharded; "
+            peak = max(other.memory(rank=rank).peak for rank in _different_ranks(call))
+            choice = MemoryChoice(limit, layouts + text, peak, other.roofline().time)
+            tried.append((choice, other))
+            fitting += [tried[-1]] if peak <= limit else []
+        if fitting:
+            choice, best = min(fitting, key=lambda item: item[0].time)
+            others = tuple(x for x, _ in tried if x is not choice)
+            return replace(best, memory_choice=replace(choice, others=others))
+    least = min(tried, key=_peak)[0]
+    fail(where, f"memory={limit}",
+         f"the peak of a rank must be at most that; of {plural(len(tried), 'plan')} the least "
+         f"is {least.peak} bytes ({least.text})",
+         f"memory={least.peak}, a larger mesh, or a smaller batch")  # fmt: skip
+
+
+Policy = Callable[[PartitionedCall], Remat]
+Planned = tuple[MemoryChoice, PartitionedCall]
+
+
+def _peak(planned: Planned) -> int:
+    return planned[0].peak
+
+
+def _policies(call: PartitionedCall) -> list[tuple[str, Policy]]:
+    """Return texts and functions from a call to the values that its backward pass recomputes."""
+    given = call.remat
+    text = "nothing is recomputed" if given is None else "remat as requested"
+    policies: list[tuple[str, Policy]] = [(text, lambda _: given)]
+    if given is not None or not call.grad:
+        return policies
+    policies += [
+        ("parameters are gathered again", lambda _: GATHERS),
+        ("all but products is recomputed", _products),
+    ]
+    most = len(_products(call).values)
+    policies += [
+        (f"recomputed between {plural(n - 1, 'checkpoint')}", partial(checkpoints, segments=n))
+        for n in SEGMENTS if n <= most
+    ]  # fmt: skip
+    return policies
+
+
+def _products(call: PartitionedCall) -> KeptValues:
+    """Return the policy that keeps the results of products alone."""
+    return KeptValues(frozenset(
+        line.out for line in call.schedule if isinstance(line, Operation)
+        and contracts(rule := line.strategy.rule, line.strategy.call,
+                      factor_sizes(rule, line.strategy.call))
+    ))  # fmt: skip
+
+
+def checkpoints(call: PartitionedCall, segments: int) -> KeptValues:
+    """Return the policy that keeps the values between segments of a call's forward pass.
+
+    The values of a segment take about an equal share of the memory. Each ends near its share, where
+    the values that later lines read are the fewest bytes.
+    """
+    lines, rank = call.schedule, call.mesh.ranks[0]
+    sizes = {value: spec.local_nbytes(rank) for value, spec in _specs(call).items()}
+    for value in moved_arguments(lines, call._inputs[: len(call.in_specs)]):
+        sizes.pop(value, None)
+    base: dict[int, tuple[int, ...]] = {}  # a value and those in whose memory it is
+    last = {value: i for i, line in enumerate(lines) for value in operands_of(line)}
+    live: dict[int, None] = {}
+    cuts: list[tuple[int, int, frozenset[int]]] = []  # bytes so far, bytes that are live, values
+    total = 0
+    for index, line in enumerate(lines):
+        out = getattr(line, "out", None)
+        if out in sizes:
+            bases = [x for value, x in aliases_of(line) if value == out and x in sizes]
+            base[out] = (out, *(x for value in bases for x in base[value]))
+            total += 0 if bases else sizes[out]
+            live[out] = None
+        for value in [value for value in live if last.get(value, -1) <= index]:
+            del live[value]
+        kept = frozenset(x for value in live for x in base[value])
+        cuts.append((total, sum(sizes[base[x][-1]] for x in live), kept))
+    values: frozenset[int] = frozenset()
+    for number in range(1, segments):
+        near = [cut for cut in cuts if abs(cut[0] * segments - number * total) <= total / 2]
+        values |= min(near, key=lambda cut: cut[1])[2] if near else frozenset()
+    return KeptValues(values)
+
+
+def _specs(call: PartitionedCall) -> dict[int, Spec]:
+    """Return the specs of the values that lines compute."""
+    specs: dict[int, Spec] = {}
+    results: dict[int, Sequence[Spec | None]] = {}
+    for line in call.schedule:
+        match line:
+            case Operation():
+                results[line.out] = line.strategy.computed_specs
+                if line.single and (spec := line.strategy.computed_specs[0]) is not None:
+                    specs[line.out] = spec
+            case Redistribution():
+                specs[line.out] = line.program.dst
+            case LaunchBatch():
+                results[line.out] = [program.dst for program in line.programs]
+            case WaitBatch():
+                results[line.out] = results[line.source.value]
+            case Pick() if line.source.value in results:
+                spec = results[line.source.value][line.index]
+                specs |= {} if spec is None else {line.out: spec}
+    return specs
+
+
+def _different_ranks(call: PartitionedCall) -> list[int]:
+    """Return the first rank, and the ranks that hold the most of an uneven argument."""
+    ranks = {call.mesh.ranks[0]}
+    for spec in call.in_specs:
+        if not spec.is_even:
+            ranks.add(max(call.mesh.ranks, key=spec.local_nbytes))
+    return sorted(ranks)

@@ -1,0 +1,106 @@
+"""`fs.partition(memory=)`: plans that fit, in the order of the time that they add."""
+
+from __future__ import annotations
+
+import pickle
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard import P
+
+LAYERS, WIDTH, ROWS = 4, 32, 512
+MESH = fs.Mesh(dp=4)
+TOPOLOGY = fs.Topology("test", inner=fs.Link(1e-9, 1e9), launch=1e-8, kernel=0.0)
+"""Machine on which every layer's parameters are gathered in a launch of their own."""
+
+
+class Layer(torch.nn.Module):
+    """Residual layer of a norm, two products and a nonlinearity."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(WIDTH)
+        self.up, self.down = torch.nn.Linear(WIDTH, 4 * WIDTH), torch.nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the values of the next layer."""
+        y: torch.Tensor = x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+        return y
+
+
+def sample() -> tuple[torch.nn.Module, dict[str, torch.Tensor], torch.Tensor]:
+    """Return a network, its parameters and a batch in float64."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(*(Layer() for _ in range(LAYERS))).double()
+    return net, dict(net.named_parameters()), torch.randn(ROWS, WIDTH).double()
+
+
+def limited(memory: int | None, **options: Any) -> tuple[fs.Partition, Any]:
+    """Return the network partitioned as FSDP within a limit, and its planned call."""
+    net, params, x = sample()
+    part = fs.partition(net, mesh=MESH, params=P("dp"), in_specs=P("dp"), memory=memory,
+                        topology=TOPOLOGY, **options)  # fmt: skip
+    return part, part.trace(params, x)
+
+
+@lru_cache(maxsize=1)
+def choices() -> dict[str, int]:
+    """Return the peaks of all plans by their texts."""
+    with pytest.raises(fs.ShardingError) as caught:
+        limited(1)
+    assert "given: memory=1\n" in str(caught.value)
+    least = int(str(caught.value).split("fix:   memory=")[1].split(",")[0])
+    call = limited(least)[1]
+    return {x.text: x.peak for x in (call.memory_choice, *call.memory_choice.others)}
+
+
+def test_the_first_kind_of_plan_that_fits_is_taken_and_its_peak_is_within_the_limit() -> None:
+    peaks = choices()
+    texts = ["nothing is recomputed", "parameters are gathered again",
+             "all but products is recomputed", "recomputed between 3 checkpoints"]  # fmt: skip
+    limits = [peaks[text] for text in texts]
+    assert limits == sorted(limits, reverse=True)
+    for text, limit in zip(texts, limits, strict=True):
+        call = limited(limit)[1]
+        assert call.memory_choice.text.endswith(text)
+        assert call.memory().peak <= call.memory_choice.limit == limit
+        assert f"memory={limit}, {call.memory_choice}" in str(call.explain(only="layouts"))
+
+
+def test_values_and_gradients_are_those_of_one_device_under_every_plan() -> None:
+    net, params, x = sample()
+    expected = net(x)
+    grads = torch.autograd.grad(expected.square().sum(), list(params.values()))
+    for limit in sorted(choices().values())[::2]:
+        part = limited(limit)[0]
+        out = part(params, x)
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-10)
+        actual = torch.autograd.grad(out.square().sum(), list(params.values()))
+        torch.testing.assert_close(actual, grads, rtol=0, atol=1e-10)
+
+
+def test_a_given_policy_is_kept_and_a_limit_that_nothing_fits_is_refused() -> None:
+    peak = limited(None, remat="gathers")[1].memory().peak
+    call = limited(peak, remat="gathers")[1]
+    assert call.remat == "gathers"
+    assert call.memory_choice.text == "remat as requested"
+    with pytest.raises(fs.ShardingError, match=rf"memory={peak}, a larger mesh"):
+        limited(peak - 1, remat="gathers")
+
+
+def test_without_gradients_nothing_is_recomputed() -> None:
+    net, params, x = sample()
+    part = fs.partition(net, mesh=MESH, params=P(), in_specs=P("dp"), memory=10**9)
+    with torch.no_grad():
+        assert part.trace(params, x).memory_choice.others == ()
+
+
+def test_a_limit_must_be_bytes_and_is_pickled() -> None:
+    with pytest.raises(fs.ShardingError, match="memory must be at least 1 byte"):
+        fs.partition(torch.relu, mesh=MESH, memory=0)
+    part = fs.partition(torch.relu, mesh=MESH, in_specs=P("dp"), memory=10**6)
+    assert pickle.loads(pickle.dumps(part)).memory == 10**6
