@@ -24,7 +24,7 @@ from fshard.ops.core.call import instances_in
 from fshard.partition import ir
 from fshard.partition.execution import run_lines
 from fshard.partition.execution.recomputation import RematerializedLines
-from fshard.partition.execution.remat_plan import Remat, RematPlan
+from fshard.partition.execution.remat_plan import PlannedRemat, RematPlan
 from fshard.partition.execution.saved_bytes import AbstractCall, SavedBytes
 from fshard.partition.execution.schedule import schedule
 from fshard.partition.execution.segments import RankLines
@@ -93,7 +93,7 @@ class PartitionedCall:
     requires_grad: tuple[bool, ...] = ()
     number_types: tuple[type, ...] = ()
     device: torch.device = CPU
-    remat: Remat = None
+    remat: PlannedRemat = None
     memory_choice: MemoryChoice | None = None
     _schedule: list[Line] = field(default_factory=list)
     _graphs: dict[int, fx.GraphModule] = field(default_factory=dict)

@@ -46,7 +46,8 @@ class KeptValues:
     values: frozenset[int]
 
 
-Remat = str | Policy | Sequence[Any] | KeptValues | None
+Remat = str | Policy | Sequence[Any] | None
+PlannedRemat = Remat | KeptValues
 KEPT = (True, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 RECOMPUTED = (False, CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
@@ -160,7 +161,7 @@ class RematPlan:
 
 
 def remat_candidates(
-    lines: Sequence[Line], tensors: Collection[int], remat: Remat, where: str
+    lines: Sequence[Line], tensors: Collection[int], remat: PlannedRemat, where: str
 ) -> RematPlan:
     """Return the units that a policy recomputes, whether or not the backward pass needs them.
 
@@ -211,9 +212,10 @@ class _Chooser:
     """Answers of a policy for lines, in their order; `recomputed` are the values so far."""
 
     def __init__(
-        self, remat: Remat, lines: Sequence[Line], tensors: Collection[int], where: str
+        self, remat: PlannedRemat, lines: Sequence[Line], tensors: Collection[int], where: str
     ) -> None:
-        self.remat, self.tensors, self.where = remat, tensors, where
+        self.tensors, self.where = tensors, where
+        self.remat: PlannedRemat = remat
         if isinstance(remat, list | tuple):
             self.remat = self.keeping(_operations(remat), lines)
         self.recomputed: set[int] = set()

@@ -24,7 +24,7 @@ from fshard.layout.mesh import Mesh
 from fshard.layout.spec import Spec
 from fshard.ops.trace.trace import without_fake_tensor_logs
 from fshard.partition.execution.recomputation import RematerializedLines
-from fshard.partition.execution.remat_plan import Remat, RematPlan, remat_candidates
+from fshard.partition.execution.remat_plan import PlannedRemat, RematPlan, remat_candidates
 from fshard.partition.execution.segments import LineSegment, RankLines
 from fshard.partition.ir import (
     CheckpointedLines,
@@ -100,7 +100,7 @@ class AbstractCall:
     device: torch.device
     where: str
 
-    def remat_plan(self, remat: Remat) -> RematPlan:
+    def remat_plan(self, remat: PlannedRemat) -> RematPlan:
         """Return the units that the backward pass recomputes, on every rank."""
         if remat is None:
             return NOTHING

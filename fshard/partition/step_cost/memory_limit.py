@@ -18,7 +18,7 @@ from fshard._util.text import plural
 from fshard.layout.spec import Spec
 from fshard.ops.propagate.role_costs import contracts
 from fshard.ops.strategy.axis_roles import factor_sizes
-from fshard.partition.execution.remat_plan import GATHERS, KeptValues, Remat
+from fshard.partition.execution.remat_plan import GATHERS, KeptValues, PlannedRemat
 from fshard.partition.execution.saved_bytes import moved_arguments
 from fshard.partition.ir import (
     LaunchBatch,
@@ -87,7 +87,7 @@ def within_memory(
          f"memory={least.peak}, a larger mesh, or a smaller batch")  # fmt: skip
 
 
-Policy = Callable[[PartitionedCall], Remat]
+Policy = Callable[[PartitionedCall], PlannedRemat]
 Planned = tuple[MemoryChoice, PartitionedCall]
 
 
