@@ -294,7 +294,7 @@ def interpolate(
         mode: "nearest", "nearest-exact", "linear", "bilinear", "bicubic", "trilinear" or "area".
         align_corners: keep the centers of the first and last elements in place.
         recompute_scale_factor: compute the scale from the sizes.
-        antialias: smooth before; spatial dims are then gathered.
+        antialias: weight elements by a filter that is as wide as the coarser grid.
 
     Returns:
         The pair of the result.

@@ -123,6 +123,14 @@ def interpolation(draw: Any, n: int, most: int) -> Call:
         sizes = [max(size, 2) for size in sizes]
     if "near" not in mode:
         options["align_corners"] = draw(st.booleans())
+    if mode in ("bilinear", "bicubic"):
+        options["antialias"] = draw(st.booleans())
+        if options["antialias"]:  # PyTorch's result of one column is wrong
+            sizes = [max(size, 2) for size in sizes]
+            if "size" in options:
+                options["size"] = [max(size, 2) for size in options["size"]]
+            else:
+                options["scale_factor"] = [max(s, 1.0) for s in options["scale_factor"]]
     return "interpolate", (), options, [(2, 2, *sizes)]
 
 

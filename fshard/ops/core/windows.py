@@ -62,6 +62,7 @@ class Window:
         per: Divisor of the positions.
         boundary: Values beyond the ends: zeros are not read; the others are elements of the dim.
         period: Distance by which positions beyond the ends are shifted, with that boundary.
+        reversed: True if element i reads the interval of element `length - 1 - i`, as in a flip.
 
     >>> window = Window("o", "h", 8, 16, step=2, low=-1, high=1)  # kernel 3, stride 2, padding 1
     >>> window.sizes((9, 7)), window.windows((9, 7))
@@ -79,6 +80,7 @@ class Window:
     per: int = 1
     boundary: str = "zeros"
     period: int = 0
+    reversed: bool = False
 
     def __len__(self) -> int:
         return self.length
@@ -121,6 +123,8 @@ class Window:
         """
         if start >= stop:
             return Reach(0, 0)
+        if self.reversed:
+            start, stop = self.length - stop, self.length - start
         first = (self.step * start + self.low) // self.per
         end = (self.step * (stop - 1) + self.high) // self.per + 1
         size = self.size
@@ -153,7 +157,8 @@ class Window:
 
     def __str__(self) -> str:
         begin, end = (_position(self.step, x, self.per) for x in (self.low, self.high))
-        return f"{self.name} {self.of}[{begin}..{end}]"
+        name = f"{self.name} reversed" if self.reversed else self.name
+        return f"{name} {self.of}[{begin}..{end}]"
 
 
 def _position(step: int, offset: int, per: int) -> str:

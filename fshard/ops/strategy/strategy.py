@@ -321,8 +321,9 @@ class Layouts:
                 choices += [None] if length % n == 0 else []
             elif minor == 1:
                 choices.append(sizes)
-            elif minor and all(size % minor == 0 for size in sizes):
-                choices.append(tuple(size // minor for size in sizes))
+            elif minor:  # the nearest positions between the factor's elements
+                ends = [(end + minor // 2) // minor for end in itertools.accumulate(sizes)]
+                choices.append(tuple(b - a for a, b in itertools.pairwise((0, *ends))))
         choices = choices or self._window_sources(factor, axes)
         if choices and (len({*choices}) == 1 or max(choices[0] or (0,)) < 2 * -(-length // n)):
             return choices[0]

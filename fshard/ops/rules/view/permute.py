@@ -1,15 +1,17 @@
 """Rules of operations that move dims, or elements along dims.
 
-permute, transpose, t, mT, swapaxes, movedim, flip, fliplr, rot90, channel_shuffle.
+permute, transpose, t, mT, swapaxes, movedim, rot90, channel_shuffle.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
 
 from fshard.ops.core.builders import wrap_dim
-from fshard.ops.core.call import Meta, OpCall, base_name, dry_run
-from fshard.ops.core.registry import register_rule
+from fshard.ops.core.call import Meta, OpCall, dry_run
+from fshard.ops.core.registry import register_decomposition, register_rule
 from fshard.ops.core.rule import Rule
 from fshard.ops.rules.view.view_factors import moved_dims_rule
 
@@ -28,16 +30,6 @@ def permute(call: OpCall) -> Rule:
     return moved_dims_rule(call, [size - 2 for size in shape])
 
 
-@register_rule("flip", "fliplr", "flipud", "prims::rev")
-def flip(call: OpCall) -> Rule:
-    """Rule `ab->ab` of flips: flipped dims stay unsharded, as their elements change ranks."""
-    name, ndim = base_name(call.op), call.operands[0].ndim
-    fixed = {"fliplr": [1], "flipud": [0]}.get(name)
-    dims = call.args[1] if fixed is None and call.args[1:] else call.kwargs.get("dims", fixed)
-    flipped = [wrap_dim(dim, ndim) for dim in dims or ()]
-    return moved_dims_rule(call, range(ndim), permuted=_nontrivial(call, flipped))
-
-
 @register_rule("rot90")
 def rot90(call: OpCall) -> Rule:
     """Rule of `rot90`: a quarter turn is a transpose and one flip, a half turn two flips."""
@@ -53,6 +45,15 @@ def rot90(call: OpCall) -> Rule:
 def _nontrivial(call: OpCall, dims: Iterable[int]) -> list[int]:
     """Return the dims with more than one element, along which something moves."""
     return [dim for dim in dims if call.operands[0].ndim and call.operands[0].shape[dim] > 1]
+
+
+@register_decomposition("rot90")
+def turns(x: Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor:
+    """Decompose quarter turns into flips and a transpose."""
+    first, second = dims
+    flipped = ((), (second,), (first, second), (first,))[k % 4]
+    x = x.flip(flipped)
+    return x.transpose(first, second) if k % 2 else x
 
 
 @register_rule("channel_shuffle", "native_channel_shuffle")

@@ -1,14 +1,14 @@
 """Rules of interpolation and its gradients: nearest, linear, bilinear, bicubic and trilinear.
 
 Batch, channels and spatial dims may be sharded: each rank reads the window of its part of the
-result. Of antialiased interpolation spatial dims stay unsharded.
+result. Of antialiased interpolation the window is as wide as the filter.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any
@@ -21,11 +21,9 @@ from fshard.ops.core.builders import all_modes, is_inexact, linear_modes
 from fshard.ops.core.call import Meta, OpCall, argument, base_name
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Rule
-from fshard.ops.core.windows import Window
+from fshard.ops.core.windows import Reach, Window
 from fshard.ops.rules.letters import letters
 from fshard.ops.rules.shard_call import (
-    SetLocalShape,
-    ShardCall,
     has_empty_shard,
     zero_results,
 )
@@ -54,6 +52,10 @@ MARGIN = 32
 """One by the distance to an integer at which rounding may change the nearest element."""
 CUBIC = -0.75
 """Coefficient of PyTorch's cubic convolution."""
+CUBIC_FILTER = -0.5
+"""That of its antialiased one."""
+RADII = {"linear": 1, "cubic": 2, "lanczos": 3}
+"""Radius of an antialiasing filter, in elements of the result where that is the coarser one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +82,14 @@ class _Resampling:
 
     @property
     def kind(self) -> str:
-        """Kind of the interpolation: nearest, exact, cubic or linear."""
-        name = base_name(self.op)
-        return next((word for word in ("exact", "nearest", "cubic") if word in name), "linear")
+        """Kind of the interpolation: nearest, exact, cubic, lanczos or linear."""
+        name, words = base_name(self.op), ("exact", "nearest", "cubic", "lanczos")
+        return next((word for word in words if word in name), "linear")
+
+    @property
+    def is_filtered(self) -> bool:
+        """True if elements are weighted by an antialiasing filter."""
+        return base_name(self.op).endswith("_aa")
 
     @property
     def ratio(self) -> Fraction:
@@ -104,6 +111,10 @@ class _Resampling:
         p, q = self.ratio.numerator, self.ratio.denominator
         if self.repeats:
             return Window(name, of, self.length, self.size, 1, per=q)
+        if self.is_filtered:
+            radius = RADII[self.kind] * max(p, q)
+            return Window(name, of, self.length, self.size, 2 * p, p + q - 2 * radius,
+                          p - q + 2 * radius, p, 2 * q)  # fmt: skip
         if self.kind in ("nearest", "exact"):
             begin = p * MARGIN // 2 if self.kind == "exact" else 0
             margin = 0 if q == 1 else q
@@ -121,6 +132,8 @@ class _Resampling:
         """Return the elements that a span reads, and their weights."""
         first, last = span.reach.start, span.reach.stop - 1
         elements = range(span.start, span.stop)
+        if self.is_filtered:
+            return self._filtered(elements, first, last)
         if self.kind in ("nearest", "exact"):
             wide = dtype == torch.float64
             found = nearest_elements(self.op, self.dim, self.count, self.size, self.length,
@@ -140,6 +153,43 @@ class _Resampling:
             ([min(max(floor + k, first), last) for floor in floors], row)
             for k, row in enumerate(rows, offset)
         ]
+
+    def _filtered(self, elements: range, first: int, last: int) -> list[Tap]:
+        """Return the elements under the filter of each element, and their shares of its sum."""
+        ratio = self.ratio
+        scale = max(ratio, Fraction(1))
+        radius, half = RADII[self.kind] * scale, Fraction(1, 2)
+        rows = list[tuple[int, list[float]]]()
+        for i in elements:
+            center = ratio * (i + half)
+            start = max(math.floor(center - radius + half), 0)
+            stop = min(math.floor(center + radius + half), self.size)
+            weights = [
+                filter_weight(self.kind, float((j - center + half) / scale))
+                for j in range(start, stop)
+            ]
+            rows.append((start, [weight / sum(weights) for weight in weights]))
+        return [
+            ([min(max(start + k, first), last) for start, _ in rows],
+             [weights[k] if k < len(weights) else 0.0 for _, weights in rows])
+            for k in range(max(len(weights) for _, weights in rows))
+        ]  # fmt: skip
+
+
+def filter_weight(kind: str, x: float) -> float:
+    """Return the weight of an antialiasing filter at a distance from its center."""
+    x, radius = abs(x), RADII[kind]
+    if x >= radius:
+        return 0.0
+    if kind == "linear":
+        return 1 - x
+    if kind == "lanczos":
+        angle = math.pi * x
+        return radius * math.sin(angle) * math.sin(angle / radius) / angle**2 if x else 1.0
+    a = CUBIC_FILTER
+    if x < 1:
+        return ((a + 2) * x - (a + 3)) * x * x + 1
+    return (((x - 5) * x + 8) * x - 4) * a
 
 
 def linear_weights(rest: float) -> tuple[float, float]:
@@ -200,13 +250,19 @@ class _LocalInterpolation:
     def parts(self, ctx: RankContext, made: Any) -> tuple[Span | None, ...]:
         """Return the spans of the dims that are not interpolated by the operation itself."""
         found = spans(self.windows, made, ctx.rank)
+        if self.dims[0].is_filtered and any(found):
+            # PyTorch's kernel is wrong for windows of one column.
+            return tuple(
+                part or Span(0, dim.length, Reach(0, dim.size))
+                for part, dim in zip(found, self.dims, strict=True)
+            )
         return tuple(
             None if dim.repeats else part for part, dim in zip(found, self.dims, strict=True)
         )
 
     def rest(self, parts: Sequence[Span | None]) -> tuple[list[Any], list[Any]]:
         """Return `align_corners` where it is a parameter, and the scales of the other dims."""
-        align = [self.dims[0].align] if self.dims[0].kind in ("linear", "cubic") else []
+        align = [] if self.dims[0].kind in ("nearest", "exact") else [self.dims[0].align]
         scales = [None if part else dim.scale for part, dim in zip(parts, self.dims, strict=True)]
         return align, scales
 
@@ -226,12 +282,12 @@ class _LocalInterpolation:
         return self.dims[0].op(x, list(ctx.shape()[-count:]), *align, *scales)
 
 
-@register_rule(*LINEAR.split(), *NEAREST.split())
+@register_rule(*LINEAR.split(), *NEAREST.split(), *ANTIALIASED.split())
 def interpolation(call: OpCall) -> Rule:
     """Rule `ncbd->ncef` of interpolation: `e` and `f` are windows of `b` and `d`."""
     x = call.operands[0]
     dims = _resamplings(call, x, call.result)
-    if not is_inexact(x) and dims[0].kind in ("linear", "cubic"):
+    if not is_inexact(x) and dims[0].kind not in ("nearest", "exact"):
         return per_plane(call)  # PyTorch rounds integers in a way of its own
     factors, windows = _factors(dims)
     lead, modes = planes(x, len(dims)), linear_modes(0) if is_inexact(x) else ()
@@ -281,7 +337,7 @@ class _LocalInterpolationBackward(_LocalInterpolation):
         return grad
 
 
-@register_rule(*(f"{name}_backward" for name in (*LINEAR.split(), *NEAREST.split())))
+@register_rule(*(f"{name}_backward" for name in f"{LINEAR} {NEAREST} {ANTIALIASED}".split()))
 def interpolation_backward(call: OpCall) -> Rule:
     """Rule of interpolation's gradients, added up where windows overlap."""
     grad, x = call.operands[0], call.result
@@ -293,19 +349,3 @@ def interpolation_backward(call: OpCall) -> Rule:
     return Rule(((*lead, *factors.made),), ((*lead, *factors.read),), sums, modes=linear_modes(0),
                 local=_LocalInterpolationBackward(dims, windows),
                 slices=factors.windows)  # fmt: skip
-
-
-# -- antialiased ------------------------------------------------------------------------------
-
-
-@register_rule(*ANTIALIASED.split())
-def antialiased(call: OpCall) -> Rule:
-    """Rule of antialiased interpolation: spatial dims stay unsharded."""
-    return per_plane(call, linear_modes(0) if is_inexact(call.operands[0]) else ())
-
-
-@register_rule(*(f"{name}_backward" for name in ANTIALIASED.split()))
-def antialiased_backward(call: OpCall) -> Rule:
-    """Rule of the gradients of antialiased interpolation; `input_size` becomes the rank's."""
-    rule = per_plane(call, linear_modes(0))
-    return replace(rule, local=ShardCall(rewrites=(SetLocalShape("input_size"),)))

@@ -1,4 +1,4 @@
-"""Rules of pooling by windows and adaptive pooling, and their gradients.
+"""Rules of pooling by windows, and their gradients.
 
 Batch and channels may be sharded, and spatial dims: each rank pools the window of its part of the
 result. Of fractional pooling and unpooling spatial dims stay unsharded.
@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from fshard.ops.core.builders import is_inexact, kind_modes, linear_modes
-from fshard.ops.core.call import Meta, OpCall, argument, base_name, schema_arguments
-from fshard.ops.core.registry import register_decomposition, register_rule
+from fshard.ops.core.call import Meta, OpCall, argument, schema_arguments
+from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Rule
-from fshard.ops.core.windows import Window
+from fshard.ops.core.windows import Reach, Window
 from fshard.ops.rules.letters import letters
 from fshard.ops.rules.shard_call import ShardCall, call_with, has_empty_shard, zero_results
 from fshard.ops.rules.window.window_dims import (
@@ -138,16 +138,56 @@ class _LocalAverage(_LocalPool):
         return weight
 
 
+@dataclass(frozen=True, slots=True)
+class _LocalIntegerAverage(_LocalAverage):
+    """Rewrite: divide the sums over windows as PyTorch divides integers, towards zero."""
+
+    def __call__(self, call: LocalCall, ctx: RankContext) -> LocalCall:
+        """Return the rewritten call."""
+        made = ctx.results[0]
+        assert made is not None
+        found = spans(self.windows, made, ctx.rank)
+        if not any(found):
+            return call
+        lengths = made.local_shape(ctx.rank)[-len(found) :]
+        parts = [
+            part or Span(0, length, Reach(0, pool.size, pool.padding))
+            for part, length, pool in zip(found, lengths, self.pools, strict=True)
+        ]
+
+        def run(x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+            sums = x
+            for i, (part, pool) in enumerate(zip(parts, self.pools, strict=True), -len(parts)):
+                before, extent = part.reach.before, (part.length - 1) * pool.stride + pool.kernel
+                pairs = [(0, 0)] * len(parts)
+                pairs[i] = before, extent - before - x.shape[i]
+                sums = padded(sums, pairs).unfold(i, pool.kernel, pool.stride).sum(-1)
+            return sums.div(self.divisor(call, parts, x), rounding_mode="trunc").to(x.dtype)
+
+        return run, call[1], call[2]
+
+    def divisor(self, call: LocalCall, parts: Sequence[Span], like: torch.Tensor) -> Any:
+        """Return the numbers that the sums are divided by."""
+        names = [parameter.name for parameter in schema_arguments(call[0])]
+        override = argument(*call, "divisor_override") if "divisor_override" in names else None
+        if override:
+            return override
+        result: Any = 1
+        for i, (part, pool) in enumerate(zip(parts, self.pools, strict=True), -len(parts)):
+            counts = like.new_tensor(pool.counts(part, argument(*call, "count_include_pad")))
+            result = result * counts.view([-1, *[1] * (-1 - i)])
+        return result
+
+
 @register_rule(*AVERAGES.split())
 def avg_pool(call: OpCall) -> Rule:
     """Rule `ncbd->ncef` of average pooling: `e` and `f` are windows of `b` and `d`."""
     x = call.operands[0]
-    if not is_inexact(x):
-        return per_plane(call)
     pools, windows, factors = _pools(call, x, call.result)
-    lead = planes(x, len(pools))
-    return Rule(((*lead, *factors.read),), ((*lead, *factors.made),), modes=linear_modes(0),
-                local=ShardCall(rewrites=(_LocalAverage(windows, pools),)),
+    lead, modes = planes(x, len(pools)), linear_modes(0) if is_inexact(x) else ()
+    average = _LocalAverage if is_inexact(x) else _LocalIntegerAverage
+    return Rule(((*lead, *factors.read),), ((*lead, *factors.made),), modes=modes,
+                local=ShardCall(rewrites=(average(windows, pools),)),
                 slices=factors.windows)  # fmt: skip
 
 
@@ -216,97 +256,6 @@ def max_pool(call: OpCall) -> Rule:
                 slices=factors.windows)  # fmt: skip
 
 
-# -- adaptive pooling -------------------------------------------------------------------------
-
-ADAPTIVE = """
-    adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d _adaptive_avg_pool2d
-    _adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class _LocalAdaptive:
-    """Local adaptive pooling: one call for each element of the result along sharded dims."""
-
-    windows: Windows
-
-    def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
-        """Run the operation on one rank."""
-        made = ctx.results[0]
-        assert made is not None
-        x, parts = args[0], spans(self.windows, made, ctx.rank)
-        if 0 in made.local_shape(ctx.rank) or has_empty_shard(ctx):
-            return zero_results(args, kwargs, ctx)
-        if not any(parts):
-            return op(*args, **kwargs)
-        sizes = list(argument(op, args, kwargs, "output_size"))
-        sizes = sizes * (len(parts) if len(sizes) == 1 else 1)
-        full = [w.size if w else x.shape[i - len(parts)] for i, w in enumerate(self.windows)]
-        return self._pooled(op, x, 0, parts, sizes, [(0, size) for size in full])
-
-    def _pooled(
-        self, op: Any, x: torch.Tensor, i: int, parts: Sequence[Span | None], sizes: list[int],
-        sides: list[tuple[int, int]],
-    ) -> Any:  # fmt: skip
-        """Return the pooled part from spatial dim `i` on; values and indices for a maximum."""
-        if i == len(parts):
-            sizes = [1 if part else size for part, size in zip(parts, sizes, strict=True)]
-            out = op(x, sizes)
-            if isinstance(out, torch.Tensor):
-                return out
-            return out[0], global_indices(out[1], x.shape[-len(parts) :], sides)
-        part, window, dim = parts[i], self.windows[i], i - len(parts)
-        if part is None or window is None:
-            return self._pooled(op, x, i + 1, parts, sizes, sides)
-        outs = []
-        for element in range(part.start, part.stop):
-            reach = window.reach(element, element + 1)
-            cell = x.narrow(dim, reach.start - part.reach.start, reach.stop - reach.start)
-            at = [*sides[:i], (reach.start, window.size), *sides[i + 1 :]]
-            outs.append(self._pooled(op, cell, i + 1, parts, sizes, at))
-        if isinstance(outs[0], torch.Tensor):
-            return torch.cat(outs, dim)
-        return tuple(torch.cat(tensors, dim) for tensors in zip(*outs, strict=True))
-
-
-def _adaptive(call: OpCall, x: Meta, made: Meta) -> tuple[Windows, SpatialFactors]:
-    """Return windows and factors of the spatial dims of an adaptive pooling of `x`."""
-    count = spatial_dims(call)
-    names, windows = letters(2 * count, "cn"), list[Window | None]()
-    for i in range(count):
-        size, length = x.shape[i - count], made.shape[i - count]
-        windows.append(Window(names[count + i], names[i], length, size, size, 0, size - 1,
-                              per=max(length, 1)))  # fmt: skip
-    return tuple(windows), SpatialFactors.of(tuple(windows), names)
-
-
-@register_rule(*ADAPTIVE.split())
-def adaptive_pool(call: OpCall) -> Rule:
-    """Rule `ncbd->ncef` of adaptive pooling: `e` and `f` are windows of `b` and `d`."""
-    x = call.operands[0]
-    windows, factors = _adaptive(call, x, call.result)
-    lead = planes(x, len(windows))
-    modes = linear_modes(0) if "avg" in base_name(call.op) and is_inexact(x) else ()
-    return Rule(((*lead, *factors.read),), ((*lead, *factors.made),) * len(call.results),
-                modes=modes, local=_LocalAdaptive(windows), slices=factors.windows)  # fmt: skip
-
-
-@register_decomposition(
-    "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "_adaptive_avg_pool2d",
-    "_adaptive_avg_pool3d",
-)  # fmt: skip
-def adaptive_averages(x: torch.Tensor, output_size: list[int]) -> torch.Tensor:
-    """Decompose adaptive averages of one element along a dim into means over the dim."""
-    count = len(output_size)
-    for i, size in enumerate(output_size):
-        if size == 1:
-            x = x.mean(i - count, keepdim=True)
-    if any(size != 1 for size in output_size):
-        pool = getattr(torch.nn.functional, f"adaptive_avg_pool{count}d")
-        x = pool(x, output_size)
-    return x
-
-
 # -- other pooling ----------------------------------------------------------------------------
 
 
@@ -340,7 +289,7 @@ Parts = Sequence[Span | None]
 """The windows that a rank reads of each spatial dim, None for dims that are not sharded."""
 
 
-def _gradient(
+def gradient_of(
     windows: Windows, compute: Callable[..., Any], op: Any, args: Args, kwargs: Kwargs,
     ctx: RankContext,
 ) -> Any:  # fmt: skip
@@ -359,7 +308,7 @@ class _LocalAverageBackward(_LocalAverage):
 
     def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:  # type: ignore[override]
         """Run the operation on one rank."""
-        return _gradient(self.windows, self.gradient, op, args, kwargs, ctx)
+        return gradient_of(self.windows, self.gradient, op, args, kwargs, ctx)
 
     def gradient(self, op: Any, args: Args, kwargs: Kwargs, parts: Parts) -> Any:
         """Return the gradient of the window that the rank reads."""
@@ -383,7 +332,7 @@ class _LocalMaximumBackward:
 
     def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
         """Run the operation on one rank."""
-        return _gradient(self.windows, self.gradient, op, args, kwargs, ctx)
+        return gradient_of(self.windows, self.gradient, op, args, kwargs, ctx)
 
     def gradient(self, op: Any, args: Args, kwargs: Kwargs, parts: Parts) -> Any:
         """Return the gradient of the window that the rank reads."""
@@ -404,61 +353,15 @@ def max_pool_backward(call: OpCall) -> Rule:
     """Rule of maximum pooling's gradient, added up where windows overlap."""
     made, x = call.operands[:2]
     _, windows, factors = _pools(call, x, made)
-    return _maxima_backward(call, windows, factors)
+    return maxima_backward(call, windows, factors)
 
 
-@register_rule("adaptive_max_pool2d_backward", "adaptive_max_pool3d_backward")
-def adaptive_max_pool_backward(call: OpCall) -> Rule:
-    """Rule of an adaptive maximum's gradient, added up where windows overlap."""
-    made, x = call.operands[:2]
-    return _maxima_backward(call, *_adaptive(call, x, made))
-
-
-def _maxima_backward(call: OpCall, windows: Windows, factors: SpatialFactors) -> Rule:
+def maxima_backward(call: OpCall, windows: Windows, factors: SpatialFactors) -> Rule:
+    """Return the rule of the gradient of maxima of windows."""
     lead = planes(call.operands[1], len(windows))
     made, read = (*lead, *factors.made), (*lead, *factors.read)
     return Rule((made, read, made), (read,), modes=linear_modes(0),
                 local=_LocalMaximumBackward(windows), slices=factors.windows)  # fmt: skip
-
-
-@register_rule("_adaptive_avg_pool2d_backward", "_adaptive_avg_pool3d_backward")
-def adaptive_avg_pool_backward(call: OpCall) -> Rule:
-    """Rule of an adaptive average's gradient, added up where windows overlap."""
-    made, x = call.operands
-    windows, factors = _adaptive(call, x, made)
-    lead = planes(x, len(windows))
-    read = (*lead, *factors.read)
-    return Rule(((*lead, *factors.made), read), (read,), modes=linear_modes(0),
-                local=_LocalAdaptiveBackward(windows), slices=factors.windows)  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class _LocalAdaptiveBackward:
-    """Local gradient of adaptive averages: each is spread over the elements that it averages."""
-
-    windows: Windows
-
-    def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
-        """Run the operation on one rank."""
-        return _gradient(self.windows, self.gradient, op, args, kwargs, ctx)
-
-    def gradient(self, op: Any, args: Args, kwargs: Kwargs, parts: Parts) -> Any:
-        """Return the gradient of the window that the rank reads."""
-        grad, x = args
-        for i, (part, window) in enumerate(zip(parts, self.windows, strict=True)):
-            assert window is not None
-            dim = i - len(parts)
-            outputs, start = range(grad.shape[dim]), 0
-            if part is not None:
-                outputs, start = range(part.start, part.stop), part.reach.start
-            weights = grad.new_zeros(len(outputs), x.shape[dim])
-            for row, element in enumerate(outputs):
-                reach = window.reach(element, element + 1)
-                weights[row, reach.start - start : reach.stop - start] = 1 / (
-                    reach.stop - reach.start
-                )
-            grad = (grad.movedim(dim, -1) @ weights).movedim(-1, dim)
-        return grad
 
 
 @register_rule("fractional_max_pool2d_backward")

@@ -1,4 +1,4 @@
-"""Rules of shifts and windows along one dim: roll, unfold and its gradient."""
+"""Rules of shifts, flips and windows along one dim: roll, flip, unfold and its gradient."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fshard.ops.core.builders import all_modes, linear_modes, normalize_dims, wrap_dim
-from fshard.ops.core.call import OpCall
+from fshard.ops.core.call import OpCall, base_name
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Rule
 from fshard.ops.core.windows import Window
@@ -56,6 +56,24 @@ def roll(call: OpCall) -> Rule:
     factors = SpatialFactors.of(windows, names)
     return Rule((factors.read,), (factors.made,), modes=all_modes(0),
                 local=_LocalRoll(tuple(total)), slices=factors.windows)  # fmt: skip
+
+
+@register_rule("flip", "fliplr", "flipud", "prims::rev")
+def flip(call: OpCall) -> Rule:
+    """Rule `ab->cb` of a flip of dim 0: a rank reads the interval that is its own, from the end."""
+    x, name = call.operands[0], base_name(call.op)
+    fixed = {"fliplr": [1], "flipud": [0]}.get(name)
+    dims = call.args[1] if fixed is None and call.args[1:] else call.kwargs.get("dims", fixed)
+    flipped = [wrap_dim(dim, x.ndim) for dim in dims or ()] if x.ndim else []
+    names = factor_names(2 * x.ndim)
+    windows = tuple(
+        Window(names[x.ndim + dim], names[dim], size, size, anchor=0, reversed=True)
+        if dim in flipped and size > 1 else None
+        for dim, size in enumerate(x.shape)
+    )  # fmt: skip
+    factors = SpatialFactors.of(windows, names)
+    return Rule((factors.read,), (factors.made,), modes=all_modes(0), local=ShardCall(),
+                slices=factors.windows)  # fmt: skip
 
 
 # -- unfold -----------------------------------------------------------------------------------

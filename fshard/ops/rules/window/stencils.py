@@ -1,0 +1,70 @@
+"""Finite differences and integrals along sharded dims, decomposed into shifts and sums.
+
+Their rules keep the dim unsharded. Shifts send the elements next to each shard alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard.ops.core.builders import normalize_dims
+from fshard.ops.core.registry import register_decomposition
+
+aten = torch.ops.aten
+
+
+@register_decomposition(
+    aten.gradient.scalarint, aten.gradient.scalararray, aten.gradient.array,
+    aten.gradient.scalarrayint, aten.gradient.scalarrayarray,
+)  # fmt: skip
+def gradient(
+    x: Tensor, *, spacing: Any = None, dim: Any = None, edge_order: int = 1
+) -> tuple[Tensor, ...]:
+    """Decompose differences of neighbours, one-sided at the ends, into shifts."""
+    dims = normalize_dims(range(x.ndim) if dim is None else dim, x.ndim)
+    widths = list(spacing) if isinstance(spacing, Sequence) else [spacing or 1] * len(dims)
+    return tuple(_slope(x, d, width, edge_order) for d, width in zip(dims, widths, strict=True))
+
+
+def _slope(x: Tensor, dim: int, width: Any, edge_order: int) -> Tensor:
+    """Return the derivative along one dim of points at a distance."""
+    shape = [-1 if d == dim else 1 for d in range(x.ndim)]
+    positions = torch.arange(x.shape[dim], device=x.device).view(shape)
+    before, after = x.roll(1, dim), x.roll(-1, dim)
+    first, last = after - x, x - before
+    if edge_order == 2:
+        first = (4 * after - 3 * x - x.roll(-2, dim)) / 2
+        last = (3 * x - 4 * before + x.roll(2, dim)) / 2
+    inner = torch.where(positions == x.shape[dim] - 1, last, (after - before) / 2)
+    result: Tensor = torch.where(positions == 0, first, inner) / width
+    return result
+
+
+@register_decomposition(aten.trapezoid.dx, aten.trapz.dx)
+def trapezoid(y: Tensor, dx: Any = 1, dim: int = -1) -> Tensor:
+    """Decompose the integral over evenly spaced points into sums."""
+    n = y.shape[dim]
+    total = y.narrow(dim, 0, n - 1).sum(dim) + y.narrow(dim, 1, n - 1).sum(dim)
+    result: Tensor = total * (dx / 2)
+    return result
+
+
+@register_decomposition(aten.trapezoid.x)
+def trapezoid_of_points(y: Tensor, x: Tensor, dim: int = -1) -> Tensor:
+    """Decompose the integral over points at `x` into differences and a sum."""
+    n, axis = y.shape[dim], -1 if x.ndim == 1 else dim
+    steps = x.narrow(axis, 1, n - 1) - x.narrow(axis, 0, n - 1)
+    if x.ndim == 1:
+        steps = steps.view([-1 if d == dim % y.ndim else 1 for d in range(y.ndim)])
+    return ((y.narrow(dim, 1, n - 1) + y.narrow(dim, 0, n - 1)) * steps).sum(dim) / 2
+
+
+@register_decomposition(aten.conv_tbc)
+def conv_tbc(x: Tensor, weight: Tensor, bias: Tensor, pad: int = 0) -> Tensor:
+    """Decompose a convolution of (time, batch, channels) into one of (batch, channels, time)."""
+    y = torch.nn.functional.conv1d(x.permute(1, 2, 0), weight.permute(2, 1, 0), bias, padding=pad)
+    return y.permute(2, 0, 1)
