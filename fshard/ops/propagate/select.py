@@ -388,25 +388,16 @@ def _is_plausible(role: Role, axis: _AxisContext, uneven: bool) -> bool:
             return False
         length = axis.lengths[role.factor]
         divides = length >= axis.n if uneven else length > 0 and length % axis.n == 0
-        return divides or _keeps(role, axis.states, "sharded") or _aligns(role, axis.states)
+        return divides or _keeps(role, axis.states, "sharded")
     if isinstance(role.label, Mode):
         return "unreduced" in axis.state_names and _keeps(role, axis.states, "unreduced")
     return role.label != "reduced" or "reduced" in axis.state_names
 
 
 def _keeps(role: Role, states: Sequence[AxisState], name: str) -> bool:
-    """Return True if some operand has a state of that name and stays in it."""
-    pairs = zip(states, role.operands, strict=True)
-    return any(src.name == name and src == dst for src, dst in pairs)
-
-
-def _aligns(role: Role, states: Sequence[AxisState]) -> bool:
-    """Return True if some operand stays sharded along a dim, but between the dim's factors."""
-    pairs = zip(states, role.operands, strict=True)
-    return any(
-        src.name == dst.name == "sharded" and src.dim == dst.dim and src.position < 0
-        for src, dst in pairs
-    )
+    """Return True if some operand stays in a state of that name, or on a dim without a factor."""
+    pairs = [(src, dst) for src, dst in zip(states, role.operands, strict=True) if src.name == name]
+    return any(src == dst or (src.position < 0 and src[:2] == dst[:2]) for src, dst in pairs)
 
 
 def _can_become(src: AxisState, dst: AxisState, *, grad: bool) -> bool:
