@@ -15,9 +15,12 @@ import torch
 from torch import fx
 
 from fshard._torch.autograd_state import SET_GRAD_ENABLED
+from fshard._torch.bindings import direct_function
 from fshard._torch.operators import OpOverload, builtin_of
+from fshard._util.cache import BoundedDict
 from fshard.layout.mesh import Mesh
-from fshard.ops.core.call import map_call
+from fshard.ops.core.cache_keys import freeze
+from fshard.ops.core.call import Meta, fill_call, map_call
 from fshard.ops.strategy import local_call
 from fshard.ops.strategy.strategy import Strategy
 from fshard.partition.ir import (
@@ -45,6 +48,10 @@ from fshard.run.autograd.overlapped import launch_programs
 from fshard.run.autograd.replicate import replicate_shards
 
 # -- execution on one rank ------------------------------------------------------------------
+
+
+DIRECT = "direct"
+"""Key of the function that a node calls in the place of its operator."""
 
 
 class _NamedFunction:
@@ -90,6 +97,31 @@ def _rank_call(
     return _NamedFunction(run, line.name), line.args, line.kwargs
 
 
+_DIRECT: dict[Any, Callable[..., Any]] = BoundedDict()
+
+
+def _direct(
+    strategy: Strategy, rank: int, op: OpOverload[..., Any], args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Callable[..., Any]:  # fmt: skip
+    """Return the fastest function that runs an operator on a rank's locals, for `Ref`s in `args`."""
+    metas = [Meta(spec.local_shape(rank), spec.dtype) for spec in strategy.in_specs]
+    refs: list[Ref] = []
+    map_call(args, kwargs, Ref, refs.append)
+    if len(refs) != len(metas):  # some are numbers
+        return builtin_of(op)
+    key = op, freeze(fill_call(args, kwargs, Ref, metas))
+    try:
+        function = _DIRECT.get(key)
+    except TypeError:  # an argument without a hash
+        return builtin_of(op)
+    if function is None:
+        tensors = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in metas]
+        function = direct_function(op, *fill_call(args, kwargs, Ref, tensors))
+        _DIRECT[key] = function
+    return function
+
+
 def _returns_flat(strategy: Strategy) -> bool:
     """Return True if the results are a flat list, which can be indexed."""
     tree = strategy.tree
@@ -108,7 +140,10 @@ def rank_graph(
             case Operation() | Factory():
                 target, args, kwargs = _rank_call(line, rank)
                 nodes = map_call(args, kwargs, Ref, lambda ref: env[ref.value])
-                env[line.out] = graph.create_node("call_function", target, *nodes, name=line.name)
+                node = graph.create_node("call_function", target, *nodes, name=line.name)
+                if isinstance(target, OpOverload) and isinstance(line, Operation):
+                    node.meta[DIRECT] = _direct(line.strategy, rank, target, args, kwargs)
+                env[line.out] = node
             case Redistribution():
                 name = "_then_".join(_step_name(step) for step in line.program.steps) or "same"
                 target = _NamedFunction(line.program.__call__, name)
@@ -173,7 +208,7 @@ def _step_name(step: object) -> str:
 
 
 def compile_graph(graph: fx.GraphModule) -> Callable[..., tuple[Any, ...]]:
-    """Return the code of a graph as a function that calls the builtins of its operations directly.
+    """Return the code of a graph as a function that calls C functions of its operations directly.
 
     >>> graph = fx.Graph()
     >>> y = graph.call_function(torch.ops.aten.relu.default, (graph.placeholder("x"),))
@@ -181,17 +216,18 @@ def compile_graph(graph: fx.GraphModule) -> Callable[..., tuple[Any, ...]]:
     >>> compile_graph(fx.GraphModule({}, graph))(torch.tensor([-1.0, 2.0]))
     (tensor([0., 2.]),)
     """
-    code = graph.graph.python_code("self")
+    copy = fx.Graph()
+    copy.output(copy.graph_copy(graph.graph, {}))
+    for node in copy.nodes:
+        if isinstance(node.target, OpOverload):
+            function = node.meta.get(DIRECT) or builtin_of(node.target)
+            node.target = _NamedFunction(function, f"direct_{function.__name__}")
+    code = copy.python_code("self")
     names = {
         name: value.run if isinstance(value, _NamedFunction) else value
         for name, value in code.globals.items()
     }
-    text = code.src
-    targets = [node.target for node in graph.graph.nodes]
-    for op in {target for target in targets if isinstance(target, OpOverload)}:
-        name = f"direct_{op}".replace(".", "_")
-        text, names[name] = text.replace(f"torch.ops.{op}(", f"{name}("), builtin_of(op)
-    exec(compile(text, "<partitioned>", "exec"), names)
+    exec(compile(code.src, "<partitioned>", "exec"), names)
     return functools.partial(names["forward"], graph)
 
 
@@ -236,7 +272,7 @@ def _prepare_call(line: Line, rank: int) -> RankCall:
         return None, (), {}, None
     function, args, kwargs = _rank_call(line, rank)
     if isinstance(function, OpOverload):
-        function = builtin_of(function)
+        function = _direct(line.strategy, rank, function, args, kwargs)
     run = function.run if isinstance(function, _NamedFunction) else function
     spec = line.strategy.computed_specs[0] if line.single else None
     expected = None if spec is None else (spec.local_shape(rank), spec.dtype)

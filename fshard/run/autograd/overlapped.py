@@ -14,7 +14,6 @@ from typing import Any, cast
 
 import torch
 
-from fshard._torch.autograd_state import unviewed
 from fshard._torch.functorch import apply_function, is_transformed
 from fshard._torch.legacy_vmap import is_legacy_batched
 from fshard.layout.spec import Spec
@@ -151,7 +150,7 @@ class _WaitNode(torch.autograd.Function):
         finish = flight.finish
         del flight.finish  # it holds the results, which autograd may not need
         # A local program returns its argument, which must not become an output as it is.
-        return tuple([unviewed(y.detach()) for y in finish()])
+        return tuple([y.detach() for y in finish()])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensors) -> None:
