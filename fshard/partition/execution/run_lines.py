@@ -104,7 +104,7 @@ def _direct(
     strategy: Strategy, rank: int, op: OpOverload[..., Any], args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Callable[..., Any]:  # fmt: skip
-    """Return the fastest function that runs an operator on a rank's locals, the `Ref`s in `args`."""
+    """Return the fastest function that runs an operator on a rank's locals, `args` with `Ref`s."""
     metas = [Meta(spec.local_shape(rank), spec.dtype) for spec in strategy.in_specs]
     refs: list[Ref] = []
     map_call(args, kwargs, Ref, refs.append)
