@@ -11,6 +11,7 @@ cost no Python call.
 - `modes`: function modes, dispatch modes.
 - `thread_state`: per-thread settings that move to another thread.
 - `operators`: `OpOverload`, schemas, decompositions.
+- `bindings`: Python functions in the places of operators.
 - `fake_tensors`: fake tensors, functional tensors.
 - `module_state`: dictionaries of modules, metas of tensors.
 - `symbolic_numbers`: numbers that are symbols in a trace.
