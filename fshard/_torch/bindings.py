@@ -23,7 +23,7 @@ class _DispatchLog(DispatchMode):
     """Operators that run in a block, with their arguments."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Any] = []
 
     def __torch_dispatch__(

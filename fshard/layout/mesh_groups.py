@@ -44,11 +44,18 @@ def mesh_groups(mesh: Mesh, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...
 
 @lru_cache(maxsize=4096)
 def rank_group(mesh: Mesh, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
-    """Return the group along `axes` that contains a rank of the mesh."""
+    """Return the group along `axes` that contains a rank of the mesh; one object for its ranks."""
     mesh.check_axes(axes, "Mesh.group")
     strides = _strides(mesh)
     coords = mesh.coords(rank)
     base = sum(strides[axis] * coords[axis] for axis in mesh.axes if axis not in axes)
+    return _group_at(mesh, base, axes)
+
+
+@lru_cache(maxsize=4096)
+def _group_at(mesh: Mesh, base: int, axes: tuple[str, ...]) -> tuple[int, ...]:
+    """Return the group along `axes` whose first rank is at a position among the devices."""
+    strides = _strides(mesh)
     points = itertools.product(*(range(mesh.shape[axis]) for axis in axes))
     return tuple(
         mesh.devices[base + sum(strides[a] * c for a, c in zip(axes, point, strict=True))]

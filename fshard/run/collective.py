@@ -8,12 +8,14 @@ contiguous already are not copied.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import torch
 
+from fshard._util.cache import CACHE_SIZE
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
@@ -149,7 +151,8 @@ def wire_of(step: Step, src: Spec, dst: Spec, rank: int, axes: tuple[str, ...]) 
             raise AssertionError(f"{step} is not a collective over axes")
 
 
-def _same_sizes(spec: Spec, group: Group, dims: Iterable[int]) -> bool:
+@lru_cache(maxsize=CACHE_SIZE)
+def _same_sizes(spec: Spec, group: Group, dims: frozenset[int]) -> bool:
     """Return True if the locals of a group's ranks have the same size along each of `dims`."""
     return len({tuple(spec.local_shape(rank)[dim] for dim in dims) for rank in group}) == 1
 
@@ -237,8 +240,8 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
 
 def _is_uniform(step: AllToAll, src: Spec, dst: Spec, group: Group) -> bool:
     """Return True if all pieces have one shape and no dim is both split and concatenated."""
-    src_dims = {pair.src_dim for pair in step.pairs}
-    dst_dims = {pair.dst_dim for pair in step.pairs}
+    src_dims = frozenset([pair.src_dim for pair in step.pairs])
+    dst_dims = frozenset([pair.dst_dim for pair in step.pairs])
     return (
         src_dims.isdisjoint(dst_dims)
         and _same_sizes(src, group, src_dims)

@@ -20,6 +20,7 @@ import itertools
 import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from fshard._torch.forward_level import share_forward_level
 from fshard._torch.functorch import forward_ad_level
 from fshard._torch.memory import lazy_clone
 from fshard._torch.thread_state import ThreadSettings
+from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import ShardingError, fail
 from fshard._util.hooks import Hook
 from fshard.layout.mesh import Mesh, as_mesh
@@ -40,7 +42,6 @@ from fshard.run.transports.divergence_report import (
     Position,
     diverged,
     fingerprint,
-    is_sorted,
     rank_text,
     stranded,
     unsent,
@@ -284,7 +285,7 @@ class SimulatedWorld:
         """Add `x` to the group's next collective; the last rank to come computes the results."""
         if self.stopped:
             raise _Stopped
-        members = group if is_sorted(group) else tuple(sorted(group))
+        members = _members(group)
         number = rank.counts.get(members, 0)
         rank.counts[members] = number + 1
         key = (members, number)
@@ -337,6 +338,12 @@ class SimulatedWorld:
         }
         positions[rank.rank] = _position_in(rank, call, group)
         return diverged(self.mesh, ranks, dict(sorted(positions.items())))
+
+
+@lru_cache(maxsize=CACHE_SIZE)
+def _members(group: Group) -> Group:
+    """Return the ranks of a group in ascending order."""
+    return tuple(sorted(group))
 
 
 def _position(rank: SimulatedRank) -> Position:
