@@ -7,8 +7,8 @@ roles are exchanged. So gradients of parameters are reduced in buckets as by DDP
 arXiv 2304.11277), and a result that is needed later is on its way meanwhile.
 
 The last bucket of gradients and the first one of parameters overlap with no computation. Of k equal
-buckets of S bytes, each with a startup of as long as E bytes take, they and the startups take least
-time with k = sqrt(S / E).
+buckets of S bytes, each with a startup of as long as E bytes take, they and the startups take the
+time of S / k + k E bytes. The smallest k with k (k + 1) >= S / E has the minimum.
 """
 
 from __future__ import annotations
@@ -261,7 +261,9 @@ def _bucket_bytes(moves: Sequence[Redistribution], topology: Topology) -> float:
         for i, _ in launch_keys(prog)
     ]
     startup = max((topology.launch + link.latency) * link.bandwidth for link in links)
-    return total / max(1, math.ceil(math.sqrt(total / startup))) if startup else math.inf
+    if not startup:
+        return math.inf
+    return total / max(1, math.ceil(math.sqrt(total / startup + 0.25) - 0.5))
 
 
 def _keys(prog: Program) -> LaunchKeys:
