@@ -10,8 +10,7 @@ cost no Python call.
 - `legacy_vmap`: batches of `torch.autograd.grad(is_grads_batched=True)`.
 - `modes`: function modes, dispatch modes.
 - `thread_state`: per-thread settings that move to another thread.
-- `operators`: `OpOverload`, schemas, decompositions.
-- `bindings`: Python functions in the places of operators.
+- `operators`: `OpOverload`, schemas, decompositions, direct functions.
 - `fake_tensors`: fake tensors, functional tensors.
 - `module_state`: dictionaries of modules, metas of tensors.
 - `symbolic_numbers`: numbers that are symbols in a trace.

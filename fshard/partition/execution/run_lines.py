@@ -15,8 +15,7 @@ import torch
 from torch import fx
 
 from fshard._torch.autograd_state import SET_GRAD_ENABLED
-from fshard._torch.bindings import direct_function
-from fshard._torch.operators import OpOverload, builtin_of
+from fshard._torch.operators import OpOverload, builtin_of, direct_function
 from fshard._util.cache import BoundedDict
 from fshard.layout.mesh import Mesh
 from fshard.ops.core.cache_keys import freeze
