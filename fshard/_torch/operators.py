@@ -16,7 +16,8 @@ from fshard._torch.modes import DisableTorchFunction, DispatchMode, without_disp
 
 __all__ = [
     "OpOverload", "OpOverloadPacket", "ScriptMethod", "TensorBase", "all_op_names", "builtin_of",
-    "dereference", "direct_function", "fused_step", "has_registered_gradient", "is_query", "qualified_name",
+    "dereference", "direct_function", "fused_step", "has_registered_gradient", "is_query",
+    "qualified_name",
     "reference_of", "registered_schemas", "resolve_overload", "schema_of", "schema_or_none",
     "torch_decomposition",
 ]  # fmt: skip
