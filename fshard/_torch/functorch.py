@@ -196,7 +196,7 @@ def run_with_tangents(
     Args:
         fn: a function that returns a tuple of tensors.
         primals: its arguments.
-        tangents: those of the arguments, None without.
+        tangents: tangents of the arguments, None without.
     """
 
     def run(*duals: torch.Tensor) -> tuple[torch.Tensor, ...]:

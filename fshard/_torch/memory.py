@@ -72,7 +72,7 @@ class FlatBuffer:
         )
 
     def parts(self) -> list[torch.Tensor]:
-        """Return new tensors of the parts of the memory, which are no views for autograd."""
+        """Return new tensors of the parts of the memory, which are not views for autograd."""
         return [view.data for view in self.views]
 
 

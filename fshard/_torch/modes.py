@@ -63,7 +63,7 @@ def pushed_function_modes(modes: Iterable[Any]) -> Iterator[None]:
 
 @contextmanager
 def replaced_function_modes(modes: Iterable[Any]) -> Iterator[None]:
-    """Replace the function modes of this thread by others in a block."""
+    """Replace the function modes of this thread by the given ones in a block."""
     hidden = [pop_function_mode() for _ in function_modes()]
     try:
         with pushed_function_modes(modes):

@@ -453,7 +453,7 @@ def is_placements(value: object) -> bool:
 def partition_of(mesh: Mesh, layout: Any, ndim: int | None = None) -> Any:
     """Return the partition that DTensor's placements on a mesh mean; other values as they are.
 
-    Without the number of dims, those of `Shard` must not be negative.
+    Without the number of dims, the dims of `Shard` must not be negative.
 
     >>> from torch.distributed.tensor import Replicate, Shard
     >>> partition_of(Mesh(dp=2, tp=4), (Replicate(), Shard(1)))

@@ -106,7 +106,7 @@ class _Compiler:
         self.lines: list[str] = []
         self.bases: dict[int, torch.Tensor] = {id(x): x}  # the tensor that each shares memory with
         self.producers: dict[int, int] = {}  # the index of the operation behind each tensor
-        self.overwritten: dict[int, int] = {}  # that of the value that an operation overwrites
+        self.overwritten: dict[int, int] = {}  # the value that an operation overwrites
         self.writes_others = False  # an operation writes a tensor that none of them made
         for index, recorded in enumerate(ops):
             op = self.in_rows(recorded) if recorded.func in (ALL_TO_ALL, WAIT) else recorded

@@ -95,7 +95,7 @@ def map_function(
         body, compile_ = compiler
         options |= {"mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
         mapped = map_function(body, where, axis_names=axis_names, **options)
-        # Comparisons of values and of collectives are no part of a graph.
+        # Comparisons of values and of collectives are not part of a graph.
         return mapped if check in ENDS_GRAPHS else compile_on_ranks(mapped, compile_, fn)
     function = MappedFunction(fn, where, mesh, in_specs, out_specs, axis_names, **options)
 

@@ -203,7 +203,7 @@ class RecordedCall(RankCall):
 
         Args:
             columns: indices of the inputs that have a tangent, each an input after the others.
-            levels: those of all inputs.
+            levels: levels of all inputs.
         """
         width = len(self.levels)
 

@@ -272,7 +272,7 @@ def zeros_like(
 
     Args:
         pair: `(local, spec)`, whose values are not read.
-        dtype: dtype of the result; that of the pair by default.
+        dtype: dtype of the result; by default the dtype of the pair.
         requires_grad: whether autograd records operations on the locals, which are leaves.
 
     Returns:
@@ -297,7 +297,7 @@ def ones_like(
 
     Args:
         pair: `(local, spec)`, whose values are not read.
-        dtype: dtype of the result; that of the pair by default.
+        dtype: dtype of the result; by default the dtype of the pair.
         requires_grad: whether autograd records operations on the locals, which are leaves.
 
     Returns:
@@ -328,7 +328,7 @@ def full_like(
     Args:
         pair: `(local, spec)`, whose values are not read.
         fill_value: the value of all elements, a number.
-        dtype: dtype of the result; that of the pair by default.
+        dtype: dtype of the result; by default the dtype of the pair.
         requires_grad: whether autograd records operations on the locals, which are leaves.
 
     Returns:
@@ -353,7 +353,7 @@ def empty_like(
 
     Args:
         pair: `(local, spec)`, whose values are not read.
-        dtype: dtype of the result; that of the pair by default.
+        dtype: dtype of the result; by default the dtype of the pair.
         requires_grad: whether autograd records operations on the locals, which are leaves.
 
     Returns:

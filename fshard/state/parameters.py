@@ -173,7 +173,7 @@ def init(
         The tree with pairs as leaves, without gradients.
 
     Raises:
-        ShardingError: there is no mesh, specs or rules do not fit the result, or the function
+        ShardingError: a missing mesh, specs or rules do not fit the result, or the function
             cannot be traced.
 
     >>> import torch
@@ -302,7 +302,7 @@ def tree_reshard(tree: Any, specs: Any, /, **options: Any) -> Any:
         tree: pytree of pairs; other leaves stay as they are.
         specs: pytree of `P` or `Spec`, a prefix of the tree's; None leaves a pair as it is. Dims
             that a `P` does not divide are chunked as `torch.chunk` does.
-        **options: those of `fs.redistribute`.
+        **options: options of `fs.redistribute`.
 
     Returns:
         The tree with redistributed pairs. Gradients are redistributed back, likewise in a batch.
@@ -341,7 +341,7 @@ def reshard_pairs(
     Args:
         pairs: the pairs.
         targets: the layout of each.
-        **options: those of `fs.redistribute`.
+        **options: options of `fs.redistribute`.
 
     Raises:
         ShardingError: a local is not of its spec, or no program exists.

@@ -12,7 +12,7 @@ from fshard.layout.tree import flatten, map_leaves
 
 
 def requiring_grad(args: Any) -> Any:
-    """Return a tree with its floating tensors, those of pairs too, as leaves that require grad."""
+    """Return a tree with its floating tensors, also in pairs, as leaves that require grad."""
 
     def leaf(value: Any) -> Any:
         if isinstance(value, Sharded):

@@ -42,7 +42,7 @@ def meshes(
         A decorator of test functions.
 
     Raises:
-        ShardingError: there is no mesh, or the test has no argument `mesh`.
+        ShardingError: a missing mesh, or a test without the argument `mesh`.
 
     >>> import fshard as fs
     >>> @fs.testing.meshes({"x": 2}, {"x": 2, "y": 3})

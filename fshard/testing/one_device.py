@@ -42,7 +42,7 @@ def assert_like_one_device(
         args: positional arguments of `function`, a tuple or a list, pytrees among them.
         gradients: compare gradients too.
         second_order: compare gradients of gradients too.
-        rtol: relative tolerance; that of `torch.testing.assert_close` for the dtype if None.
+        rtol: relative tolerance; if None, of `torch.testing.assert_close` for the dtype.
         atol: absolute tolerance; given with `rtol` or not at all.
 
     Raises:

@@ -1,4 +1,4 @@
-"""One rank of `run_ranks`: a process that answers calls until it is asked to end; see `ranks`."""
+"""One rank of `run_ranks`: a process that answers calls until it is ended; see `ranks`."""
 
 from __future__ import annotations
 

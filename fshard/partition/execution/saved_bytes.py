@@ -169,7 +169,7 @@ class _SavedLog:
         return x
 
     def after(self, segment: LineSegment, env: Mapping[int, Any]) -> None:
-        """Record the memory that a line defined: that of its results, and what it saved beside."""
+        """Record the memory that a line defined: its results, and tensors that it saved beside."""
         (line,) = segment.lines
         out = getattr(line, "out", None)
         # The values of these belong to the lines that their picks stand for.

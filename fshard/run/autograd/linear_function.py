@@ -209,7 +209,7 @@ def launch_linear(op: LinearOp, xs: Tensors, where: str) -> FinishAll:
     """Launch `op` on this rank's locals without a gradient; meta and fake tensors send nothing.
 
     In graphs that `make_fx` records in forward mode, as for `torch.func.linearize`, the collectives
-    of values are no part: they run now, and their results are constants. Those of tangents are.
+    of values are left out: they run now, and their results are constants.
 
     Call it under `torch.no_grad()` where a local requires grad; `apply_linear` adds the gradient.
 

@@ -40,7 +40,7 @@ Fingerprint = tuple[object, ...]
 Place = tuple[str, int]
 """A file and a line in it."""
 _IS_USERS: dict[str, bool] = {}
-"""By file, whether its frames are the user's: logs ask for each collective."""
+"""By file, whether its frames are the user's: logs look it up for each collective."""
 
 
 def user_frame(frame: FrameType | None, end: FrameType | None = None) -> FrameType | None:

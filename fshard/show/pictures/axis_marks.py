@@ -1,4 +1,4 @@
-"""Colours and marks of mesh axes, and colours of shards, that colour-blind readers can tell apart.
+"""Colours and marks of mesh axes, and colours of shards, that colour-blind readers distinguish.
 
 The palette is that of Okabe and Ito (2008, "Color Universal Design"). A mark stands beside every
 colour, and texts name the axis, so that nothing depends on colour alone.

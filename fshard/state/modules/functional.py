@@ -106,7 +106,7 @@ def _no_new_buffers(where: str, module: torch.nn.Module) -> Iterator[None]:
 
 
 def _signature(module: torch.nn.Module) -> inspect.Signature:
-    """Return the signature of the function: that of `forward` after `params` and `buffers`."""
+    """Return the signature of the function: `params`, `buffers` and the arguments of `forward`."""
     _, *parameters = inspect.signature(type(module).forward).parameters.values()
     kind = inspect.Parameter.POSITIONAL_ONLY
     state = [inspect.Parameter(name, kind) for name in ("params", "buffers")]

@@ -38,7 +38,7 @@ def muon(
         momentum: decay of the momentum.
         nesterov: True for Nesterov's momentum.
         weight_decay: decoupled decay of parameters, times the learning rate.
-        coefficients: those of the Newton-Schulz polynomial, of degrees 1, 3 and 5.
+        coefficients: coefficients of the Newton-Schulz polynomial, of degrees 1, 3 and 5.
         steps: number of iterations.
         eps: the least Frobenius norm.
         dtype: dtype of the iterations; None is that of the parameter.

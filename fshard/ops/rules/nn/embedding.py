@@ -50,7 +50,7 @@ class _LocalEmbedding(LocalRewrite):
         return (op, tuple(args), dict(kwargs)) if is_unsharded else None
 
     def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
-        """Look up this rank's rows; those of other ranks are zeros."""
+        """Look up this rank's rows; other ranks' rows are zeros."""
         shard, padding = dim_shard(ctx, 0, 0), argument(op, args, kwargs, "padding_idx")
         if shard.is_unsharded:
             return op(*args, **kwargs)

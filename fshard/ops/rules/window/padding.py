@@ -28,7 +28,7 @@ MODES = {"constant": "zeros", "reflect": "reflect", "replicate": "replicate",
          "circular": "circular"}  # fmt: skip
 """Boundary of a window by the mode of a padding."""
 MODE_NUMBERS = ("constant", "reflect", "replicate", "circular")
-"""Modes by their numbers in `_pad_enum`."""
+"""Modes by their codes in `_pad_enum`."""
 OTHERS = """
     reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d
     replication_pad3d
