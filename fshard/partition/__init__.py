@@ -5,7 +5,7 @@
 - `python_state`: the state that a function reads beside its arguments.
 - `host_generators`: draws of Python's and NumPy's generators, which are refused.
 - `apply`: one operation on pairs.
-- `auto`, `label_graph`, `variable_elimination`: the choice of layouts for all arguments.
+- `auto`: the choice of layouts for all arguments; `layout_search/`: its search and its proof.
 - `assignment/`: from a graph to lines with layouts.
 - `ir`: the lines of a partitioned call; `execution/`: their order, and how they run.
 - `number_variants`: plans by the values of ints and floats, and plans for any value.

@@ -175,12 +175,14 @@ class RegionCall:
     """Call of a mapped function on locals; its gradient is that of the function's body.
 
     `grads` says for every operand if its gradient is requested; None if nothing is differentiated.
+    `flops` are the floating-point operations of a rank forward, 0 if they are unknown.
     """
 
     out: int
     region: MappedRegion
     operands: tuple[Ref, ...]
     grads: tuple[bool, ...] | None
+    flops: float = 0.0
 
     @property
     def forward(self) -> tuple[RecordedCollective, ...]:

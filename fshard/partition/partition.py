@@ -27,6 +27,7 @@ from fshard.layout.tree import (
 )
 from fshard.ops.core.cache_keys import freeze
 from fshard.ops.core.call import name_of
+from fshard.ops.propagate.choice_hints import RoleHint
 from fshard.ops.trace.trace import TracedFunction, refuse_autocast
 from fshard.partition import arguments
 from fshard.partition.arguments import CallSignature
@@ -95,10 +96,12 @@ class Partition:
         remat: Remat = None,
         replicate: tuple[str, ...] = (),
         memory: int | None = None,
+        roles: Mapping[str, RoleHint] | None = None,
     ) -> None:
         self.fn, self.mesh, self.in_specs, self.out_specs = (fn, mesh, in_specs, out_specs)
         self.params, self.refuse_writes, self.module = params, refuse_writes, module
         self.hold, self.remat, self.replicate, self.memory = hold, remat, replicate, memory
+        self._roles = {**(roles or {})}
         self.where = where or f"fs.partition({name_of(fn)})"
         self.topology = as_topology("fs.partition", topology, meshes=(mesh,))
         self._calls: dict[Any, NumberVariants] = BoundedDict()
@@ -111,7 +114,7 @@ class Partition:
         fn = arguments.importable(self.fn, self.where) if module is None else module
         names = ("mesh", "in_specs", "out_specs", "params", "topology", "hold", "remat",
                  "replicate", "memory")  # fmt: skip
-        return _rebuild, (fn, {name: getattr(self, name) for name in names})
+        return _rebuild, (fn, {name: getattr(self, name) for name in names}, self._roles)
 
     @run_uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -320,7 +323,7 @@ class Partition:
             traced.graph, inputs, signature, requested, count,
             number_types, [hold] * params,
             tuple(axis for axis in self.mesh.axes if axis not in self.replicate),
-            0 if self.params is None else params, self.mesh, self.topology,
+            0 if self.params is None else params, self._roles, self.mesh, self.topology,
             self.where)  # fmt: skip
         targets = {assignment.inputs[index] for index in traced.written}
         copy_aliased_results(assignment, outputs, count, targets)
@@ -469,5 +472,9 @@ def partition(
                      remat=remat, replicate=repeated, memory=memory)  # fmt: skip
 
 
-def _rebuild(fn: Callable[..., Any], options: dict[str, Any]) -> Partition:
-    return partition(fn, **options)
+def _rebuild(
+    fn: Callable[..., Any], options: dict[str, Any], roles: Mapping[str, RoleHint]
+) -> Partition:
+    rebuilt = partition(fn, **options)
+    rebuilt._roles = {**roles}
+    return rebuilt

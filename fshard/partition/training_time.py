@@ -2,34 +2,117 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from typing import NamedTuple
 
 from fshard._util.cache import CACHE_SIZE
 from fshard.layout.mesh import Mesh
+from fshard.ops.core.builders import is_inexact
 from fshard.ops.propagate.role_costs import compute_time
 from fshard.ops.strategy.axis_roles import factor_sizes
 from fshard.ops.strategy.strategy import Strategy
-from fshard.partition.ir import Line, Operation, Redistribution, backward_programs
+from fshard.ops.trace.functionalize import has_no_gradient
+from fshard.partition.ir import (
+    Line,
+    Operation,
+    Redistribution,
+    RegionCall,
+    backward_plans,
+    backward_programs,
+    forward_plans,
+    operands_of,
+)
 from fshard.program.cost.topology import Topology
 
 FORWARD_AND_BACKWARD = 3
 """Work of a step by that of its forward pass: a gradient takes about two products for each."""
 
 
-def lines_time(lines: Iterable[Line], mesh: Mesh, topology: Topology, *, grad: bool) -> float:
-    """Return the modelled seconds of a step: programs, their transposes, and computation.
+class StepTime(NamedTuple):
+    """Modelled seconds of a step, forward and backward.
 
-    With `grad`, the computation of the backward pass is included.
+    Attributes:
+        compute: seconds of operations, and of mapped functions with what they hide.
+        activations: seconds of collectives that operations wait for.
+        arguments: seconds of collectives of arguments and their gradients, as the gathers of
+            sharded parameters and the reductions of gradients.
     """
-    passes = FORWARD_AND_BACKWARD if grad else 1
-    total = 0.0
+
+    compute: float
+    activations: float
+    arguments: float
+
+    @property
+    def in_turn(self) -> float:
+        """Seconds of the step if nothing overlaps."""
+        return self.compute + self.activations + self.arguments
+
+    @property
+    def overlapped(self) -> float:
+        """Seconds of the step if the collectives of arguments run beside the computation.
+
+        Gathers are launched ahead of their uses, and reductions in buckets while the backward pass
+        goes on (PyTorch DDP, arXiv 2006.15704; FSDP, arXiv 2304.11277).
+        """
+        return self.activations + max(self.compute, self.arguments)
+
+
+def step_times(
+    lines: Iterable[Line], mesh: Mesh, topology: Topology, *, grad: bool, inputs: Mapping[int, bool]
+) -> StepTime:
+    """Return the modelled seconds of a step.
+
+    Args:
+        lines: the lines.
+        mesh: the mesh that they run on.
+        topology: the topology that they are costed on.
+        grad: True to include the backward pass.
+        inputs: the values of the arguments, and True for one whose gradient is requested.
+    """
+    compute = activations = arguments = 0.0
+    arguments_of, differentiated = (
+        {*inputs},
+        {value for value, has in inputs.items() if has and grad},
+    )
     for line in lines:
+        has_gradient = not differentiated.isdisjoint(operands_of(line))
+        if has_gradient and not (isinstance(line, Operation) and _is_constant(line.strategy)):
+            differentiated.add(getattr(line, "out", -1))
         if isinstance(line, Operation):
-            total += passes * _local_compute_time(line.strategy, mesh, topology)
-        elif isinstance(line, Redistribution):
-            total += line.program.cost(topology).time
-        total += sum(prog.cost(topology).time for prog in backward_programs(line))
+            passes = FORWARD_AND_BACKWARD if line.out in differentiated else 1
+            compute += passes * _local_compute_time(line.strategy, mesh, topology)
+        elif isinstance(line, RegionCall):
+            compute += region_time(line, topology)
+            continue
+        time = sum(prog.cost(topology).time for prog in backward_programs(line))
+        if isinstance(line, Redistribution):
+            time += line.program.cost(topology).time
+            if line.source.value in arguments_of:
+                arguments_of.add(line.out)
+                arguments += time
+                continue
+        activations += time
+    return StepTime(compute, activations, arguments)
+
+
+def _is_constant(strategy: Strategy) -> bool:
+    """Return True if no result of an operation has a gradient."""
+    metas = [meta for meta in strategy.call.results if meta is not None]
+    return has_no_gradient(strategy.op) or not any(map(is_inexact, metas))
+
+
+def region_time(line: RegionCall, topology: Topology) -> float:
+    """Return the seconds of a mapped function: its collectives, and the work that hides them.
+
+    The work of a function that is not a strategy of an operation is unknown, and counts as none.
+    """
+    rate = topology.flops_per_second(line.region.in_specs[0].dtype)
+    total = 0.0
+    for plans, share in ((forward_plans(line), 1), (backward_plans(line), 2)):
+        if plans:
+            sent = sum(plan.cost(topology).time for plan in plans)
+            total += max(sent, share * line.flops / rate)
     return total
 
 

@@ -24,7 +24,6 @@ from fshard._torch.operators import (
 from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import ShardingError, fail, raise_if
 from fshard._util.text import plural
-from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
 from fshard.ops.core.cache_keys import freeze, unfreeze_call
 from fshard.ops.core.call import (
@@ -47,13 +46,14 @@ from fshard.ops.core.rule import Rule
 from fshard.ops.core.rule import rule as parse_rule
 from fshard.ops.core.sharding_lists import rule_from_shardings
 from fshard.ops.meta.result_metas import result_metas
-from fshard.ops.propagate.foreach import foreach_strategy, is_foreach
-from fshard.ops.propagate.select import (
+from fshard.ops.propagate.choice_hints import (
     NO_ARGUMENTS,
     Arguments,
+    LayoutHint,
     OperandAxes,
-    select_strategy,
 )
+from fshard.ops.propagate.foreach import foreach_strategy, is_foreach
+from fshard.ops.propagate.select import select_strategy
 from fshard.ops.strategy.strategy import Strategy
 from fshard.ops.trace.trace import trace
 from fshard.program.cost.topology import Topology
@@ -165,7 +165,7 @@ class _Options(NamedTuple):
     topology: Topology | None
     grad: bool
     local: bool = False
-    hint: PartitionSpec | None = None
+    hint: LayoutHint = None
     held: OperandAxes = frozenset()
     kept: OperandAxes = frozenset()
     arguments: Arguments = NO_ARGUMENTS
@@ -177,7 +177,7 @@ def strategy_for(
     kwargs: Mapping[str, Any],
     topology: Topology | None,
     grad: bool,
-    hint: PartitionSpec | None = None,
+    hint: LayoutHint = None,
     held: OperandAxes = frozenset(),
     kept: OperandAxes = frozenset(),
     arguments: Arguments = NO_ARGUMENTS,

@@ -22,6 +22,14 @@ from fshard.layout.spec import Spec
 from fshard.ops.core.call import OpCall
 from fshard.ops.core.rule import Mode, Rule
 from fshard.ops.propagate import role_costs
+from fshard.ops.propagate.choice_hints import (
+    NO_ARGUMENTS,
+    Arguments,
+    LayoutHint,
+    OperandAxes,
+    RoleHint,
+    gathers,
+)
 from fshard.ops.propagate.role_costs import ChangeCost, compute_time, nbytes
 from fshard.ops.strategy.axis_roles import AxisState, Role, axis_states, factor_sizes, roles_of
 from fshard.ops.strategy.strategy import Layouts, OperandLayouts, Strategy
@@ -33,36 +41,6 @@ MAX_PREFERENCES = 6
 """Number of sets of roles that an axis prefers one to the other."""
 RELATIVE_TOLERANCE = 0.999
 """Strategies that could be faster by less than a thousandth are not looked for."""
-
-
-OperandAxes = frozenset[tuple[int, str]]
-"""Pairs of the index of an operand and an axis."""
-
-
-class Arguments(NamedTuple):
-    """Operands that exist before the call, whose equal collectives are one launch.
-
-    `launched` are the axis, the states before and after, and the bytes of an element of those
-    collectives that are launched for other operations anyway.
-    """
-
-    operands: frozenset[int] = frozenset()
-    launched: frozenset[tuple[str, str, str, int]] = frozenset()
-
-
-NO_ARGUMENTS = Arguments()
-
-
-def gathers(src: Spec, dst: Spec) -> set[tuple[str, str, str, int]]:
-    """Return the gathers between two layouts, as in `Arguments.launched`."""
-    p, q = src.partition, dst.partition
-    kept = {axis for dim in q.dims for axis in dim}
-    return {
-        (axis, "sharded", "reduced" if axis in q.reduced else "invariant", src.dtype.itemsize)
-        for dim in p.dims
-        for axis in dim
-        if axis not in kept
-    }
 
 
 class _Option(NamedTuple):
@@ -88,7 +66,7 @@ def select_strategy(
     *,
     grad: bool,
     local: bool = False,
-    hint: PartitionSpec | None = None,
+    hint: LayoutHint = None,
     held: OperandAxes = frozenset(),
     kept: OperandAxes = frozenset(),
     arguments: Arguments = NO_ARGUMENTS,
@@ -103,7 +81,8 @@ def select_strategy(
         topology: the topology to cost collectives on.
         grad: leave out the roles whose gradients would be wrong.
         local: leave out strategies that send; None is returned if all do.
-        hint: the partition that the first result is requested in later.
+        hint: the partition that the first result is requested in later, or the roles of the axes,
+            which are taken if operands can be redistributed for them.
         held: operands that must stay sharded along axes, where the rule has such a role.
         kept: operands that must stay sharded along axes where the rule has such a role, else one of
             them along any dim: work is not repeated on all ranks, and no such operand is gathered.
@@ -111,10 +90,11 @@ def select_strategy(
     """
     mesh = specs[0].mesh
     lengths = factor_sizes(rule, call)
+    requested = dict(hint.roles) if isinstance(hint, RoleHint) else {}
     hinted = _hinted_factors(call, rule, mesh, lengths, hint)
     layouts = Layouts(call, rule, mesh, specs, lengths)
     options = partial(_options_by_axis, call, rule, specs, topology, lengths, grad, local, hinted,
-                      held, kept, arguments)  # fmt: skip
+                      requested, held, kept, arguments)  # fmt: skip
 
     def combine(options: Sequence[_Option]) -> Strategy | None:
         """Return the strategy of one option per axis, None if no specs have these roles."""
@@ -157,7 +137,7 @@ def select_strategy(
         others = fastest(1 + MAX_ALTERNATIVES, MAX_PREFERENCES)
         return tuple(x for x in others if x.roles != best.roles)[:MAX_ALTERNATIVES]
 
-    for relaxed in range(MAX_PREFERENCES if held or kept else 1):
+    for relaxed in range(MAX_PREFERENCES if held or kept or requested else 1):
         if found := fastest(1, relaxed):
             return replace(found[0], _alternatives=lambda: alternatives(found[0]))
     return None
@@ -209,6 +189,7 @@ def _options_by_axis(
     grad: bool,
     local: bool,
     hinted: Mapping[str, str],
+    requested: Mapping[str, str],
     held: OperandAxes,
     kept: OperandAxes,
     arguments: Arguments,
@@ -235,7 +216,8 @@ def _options_by_axis(
             for pairs in (held, kept)
         )
         launched = frozenset(kind[1:] for kind in arguments.launched if kind[0] == axis)
-        key = n, links, hint, stays, keeps, on_axis, launched
+        role_name = requested.get(axis)
+        key = n, links, hint, role_name, stays, keeps, on_axis, launched
         if key not in cached:
             # A lower bound for the results: all other axes may shard them.
             least = [(size * n // mesh.size, item) for size, item in results]
@@ -249,10 +231,13 @@ def _options_by_axis(
                                    arguments.operands, launched,
                                    [{} for _ in specs])  # fmt: skip
             sets = _preferences(roles, on_axis, stays, keeps)
+            if role_name is not None:
+                requested_roles = tuple(role for role in roles if role.name == role_name)
+                sets.insert(0, (requested_roles, False))
             for choice, uneven in sets[min(relaxed, len(sets) - 1) :]:
                 options = (
-                    _option(role, index, context, role.factor is not None and role.factor == hint,
-                            uneven)
+                    _option(role, index, context, role.name == role_name
+                            or (role.factor is not None and role.factor == hint), uneven)
                     for index, role in enumerate(choice)
                 )  # fmt: skip
                 cached[key] = sorted((o for o in options if o), key=lambda option: option.cost)
@@ -362,10 +347,10 @@ def _change(axis: _AxisContext, operand: int, dst: AxisState) -> ChangeCost | No
 
 
 def _hinted_factors(
-    call: OpCall, rule: Rule, mesh: Mesh, lengths: Mapping[str, int], hint: PartitionSpec | None
+    call: OpCall, rule: Rule, mesh: Mesh, lengths: Mapping[str, int], hint: LayoutHint
 ) -> dict[str, str]:
     """Return the factor that each axis shards where the first result has the hinted partition."""
-    if hint is None or not call.results:
+    if not isinstance(hint, PartitionSpec) or not call.results:
         return {}
     meta, dims = call.results[0], rule.results[0]
     if meta is None or dims is None or len(hint.dims) > len(dims):

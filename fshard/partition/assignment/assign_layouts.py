@@ -24,12 +24,8 @@ from fshard.layout.spec import Spec
 from fshard.layout.tree import flatten
 from fshard.ops.core.builders import is_inexact
 from fshard.ops.core.call import Meta, OpCall, fill_call, instances_in, map_call
-from fshard.ops.core.registry import (
-    MappedStrategy,
-    decomposition_of,
-    mapped_strategy,
-    row_of,
-)
+from fshard.ops.core.registry import MappedStrategy, decomposition_of, mapped_strategy, row_of
+from fshard.ops.propagate.choice_hints import LayoutHint, RoleHint
 from fshard.ops.propagate.propagate import rule_of, strategy_for
 from fshard.ops.rules.elementwise.pointwise import pointwise
 from fshard.ops.strategy.strategy import Strategy
@@ -73,14 +69,14 @@ class LayoutAssigner:
         topology: the topology to cost layouts on.
         grad: the grad mode at the beginning.
         device: the device of tensors that decompositions create.
-        hints: preferred layouts of nodes.
+        hints: preferred layouts of nodes, or the roles of their axes.
         shard_replicated: True if hints may shard a tensor that is replicated so far.
         kept: axes along which operations stay sharded whose operands are.
     """
 
     def __init__(
         self, mesh: Mesh, topology: Topology, grad: bool, device: torch.device,
-        hints: Mapping[fx.Node, PartitionSpec], shard_replicated: bool, kept: tuple[str, ...],
+        hints: Mapping[fx.Node, LayoutHint], shard_replicated: bool, kept: tuple[str, ...],
     ) -> None:  # fmt: skip
         self.assignment, self.mesh, self.topology, self.grad = Assignment(), mesh, topology, grad
         self.device, self.hints, self.shard_replicated = device, hints, shard_replicated
@@ -239,10 +235,11 @@ class LayoutAssigner:
         strategy = best_strategy(op, args, kwargs, operands, self.assignment, self.topology, hint,
                                  grad=self.grad)  # fmt: skip
         runs = [lambda: self.by_rule(strategy, op, args, kwargs, operands, node)]
-        if strategy.sends and decomposition is not None:
+        may_decompose = strategy.sends and not isinstance(hint, RoleHint)
+        if decomposition is not None and may_decompose:
             runs.append(lambda: self.decomposed(op, decomposition, args, kwargs))
-        specs = [tensor.spec for tensor in operands]
-        mapped = None if nested or not strategy.sends else mapped_strategy(strategy.call, specs)
+        specs, may_map = [tensor.spec for tensor in operands], may_decompose and not nested
+        mapped = mapped_strategy(strategy.call, specs) if may_map else None
         if mapped is not None:
             runs.append(lambda: self.mapped(mapped, operands))
             if strategy.local_nbytes > (self.topology.capacity or math.inf):
@@ -373,12 +370,14 @@ class LayoutAssigner:
 
     def hint(
         self, node: fx.Node, operands: Sequence[TensorVersions], env: Mapping[fx.Node, Any]
-    ) -> PartitionSpec | None:
+    ) -> LayoutHint:
         """Return the preferred layout of a node; without `shard_replicated` only on busy axes."""
         hint, specs = self.hints.get(node), [tensor.spec for tensor in operands]
         if hint is None:
             return sibling_hint(node, specs, env, kept_axes(operands))
-        return hint if self.shard_replicated else on_busy_axes(hint, specs)
+        if isinstance(hint, RoleHint) or self.shard_replicated:
+            return hint
+        return on_busy_axes(hint, specs)
 
     def by_rule(
         self, strategy: Strategy, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -10,6 +10,7 @@ from torch import fx
 from fshard._util.errors import Problem, ShardingError, raise_if
 from fshard.layout.mesh import Mesh
 from fshard.layout.spec import Spec
+from fshard.ops.propagate.choice_hints import LayoutHint, RoleHint
 from fshard.partition import arguments
 from fshard.partition.arguments import CallSignature
 from fshard.partition.assignment.assign_layouts import LayoutAssigner
@@ -23,15 +24,15 @@ from fshard.partition.assignment.tensor_versions import (
 )
 from fshard.partition.ir import Copy, Number, Ref, aliases_of, keep_gradients_of
 from fshard.partition.partitioned_call import NonTensor
-from fshard.partition.training_time import lines_time
+from fshard.partition.training_time import step_times
 from fshard.program.cost.topology import Topology
 
 
 def fastest_assignment(
     graph: fx.GraphModule, inputs: Sequence[tuple[Spec, bool]], signature: CallSignature,
     requested: Sequence[Any], count: int, numbers: Sequence[type],
-    hold: Sequence[tuple[str, ...]], kept: tuple[str, ...], params: int, mesh: Mesh,
-    topology: Topology, where: str,
+    hold: Sequence[tuple[str, ...]], kept: tuple[str, ...], params: int,
+    roles: Mapping[str, RoleHint], mesh: Mesh, topology: Topology, where: str,
 ) -> tuple[Assignment, list[Any], list[Spec | None], bool]:  # fmt: skip
     """Assign layouts with and without hints that shard replicated values; return the faster.
 
@@ -48,6 +49,7 @@ def fastest_assignment(
         hold: for each of the first tensors the axes that its layout keeps.
         kept: axes along which operations stay sharded whose operands are.
         params: number of first tensors that operations may gather along these axes, too.
+        roles: the roles that are requested of operations, by the names of their nodes.
         mesh: the mesh.
         topology: the topology that layouts are costed on.
         where: name of the function in errors.
@@ -56,9 +58,11 @@ def fastest_assignment(
         The lines, the value ids of the results, their specs, and True if one has a gradient.
     """
     partitions = [p.partition if isinstance(p, Spec) else p for p in requested]
-    hints = layout_hints(graph, mesh, partitions)
+    hints: dict[fx.Node, LayoutHint] = {**layout_hints(graph, mesh, partitions)}
+    both = len(hints) > 0
+    hints |= {node: roles[node.name] for node in graph.graph.nodes if node.name in roles}
     choices = []
-    for shard_replicated in (True, False) if hints else (False,):
+    for shard_replicated in (True, False) if both else (False,):
         assigner = LayoutAssigner(mesh, topology, signature.grad_enabled,
                                   signature.device, hints, shard_replicated, kept)  # fmt: skip
         results = assigner.assign(graph, inputs, numbers, hold, params)
@@ -72,8 +76,14 @@ def fastest_assignment(
         outputs = place_gradient_reductions(assignment, inputs, outputs, grads[:count],
                                             topology)  # fmt: skip
         choices.append((assignment, outputs, specs, bool(sources)))
-    return min(choices, key=lambda choice: lines_time(
-        choice[0].lines, mesh, topology, grad=choice[3]))  # fmt: skip
+    if len(choices) == 1:
+        return choices[0]
+
+    def seconds(choice: tuple[Assignment, list[Any], list[Spec | None], bool]) -> float:
+        has_grad = dict(zip(choice[0].inputs, (grad for _, grad in inputs), strict=False))
+        return step_times(choice[0].lines, mesh, topology, grad=choice[3], inputs=has_grad).in_turn
+
+    return min(choices, key=seconds)
 
 
 def _redistribute_results(

@@ -15,6 +15,7 @@ from fshard.layout.partition_spec import LINEAR, PartitionSpec
 from fshard.layout.spec import Spec
 from fshard.ops.core.cache_keys import freeze
 from fshard.ops.core.call import fill_call, map_call
+from fshard.ops.propagate.choice_hints import LayoutHint
 from fshard.ops.propagate.propagate import strategy_for
 from fshard.ops.strategy.strategy import Strategy
 from fshard.partition.assignment.tensor_versions import Assignment, TensorVersions
@@ -26,7 +27,7 @@ MAX_COMBINATIONS = 16
 
 def best_strategy(
     op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], operands: Sequence[TensorVersions],
-    assignment: Assignment, topology: Topology, hint: PartitionSpec | None, *, grad: bool,
+    assignment: Assignment, topology: Topology, hint: LayoutHint, *, grad: bool,
 ) -> Strategy:  # fmt: skip
     """Return the fastest strategy of a call over the layouts that its operands have.
 
@@ -37,7 +38,7 @@ def best_strategy(
         operands: the tensors, in order.
         assignment: the lines before, whose launches gathers of arguments share.
         topology: the topology to cost strategies on.
-        hint: the preferred layout of the first result.
+        hint: the preferred layout of the first result, or the roles of the axes.
         grad: the grad mode.
     """
     tracked = grad and any(tensor.grad for tensor in operands)

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from fshard.layout.partition_spec import LINEAR, PartitionSpec
 from fshard.layout.spec import Spec
-from fshard.ops.propagate.select import Arguments, gathers
+from fshard.ops.propagate.choice_hints import Arguments, gathers
 from fshard.ops.trace.checkpoints import CheckpointedCall
 from fshard.partition import ir
 from fshard.partition.ir import Line, Ref

@@ -29,8 +29,8 @@ from fshard.ops.propagate.role_costs import (
 from fshard.ops.strategy.axis_roles import INVARIANT, AxisState, Role, factor_sizes, roles_of
 from fshard.partition.arguments import requires_grad
 from fshard.partition.assignment.layout_hints import call_of_node
+from fshard.partition.layout_search.variable_elimination import Labelling
 from fshard.partition.training_time import FORWARD_AND_BACKWARD
-from fshard.partition.variable_elimination import Labelling
 from fshard.program.cost.model import collective_time
 from fshard.program.cost.topology import Topology
 from fshard.program.cost.traffic import all_gather_traffic

@@ -1,0 +1,327 @@
+"""Search for the layouts of a function's arguments in which a step takes the least time."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from fshard.layout.mesh import Mesh
+from fshard.layout.partition_spec import PartitionSpec
+from fshard.layout.spec import Spec
+from fshard.layout.tree import broadcast_prefix, flatten, paths, unflatten
+from fshard.layout.validation import check_plain_tensor
+from fshard.ops.core.call import name_of
+from fshard.ops.propagate.choice_hints import RoleHint
+from fshard.ops.propagate.role_costs import nbytes
+from fshard.partition.function_traces import FunctionTraces
+from fshard.partition.ir import ClosureTensor, Operation, Redistribution
+from fshard.partition.layout_search.joint_labels import JointLabels
+from fshard.partition.layout_search.label_graph import ArgumentLeaf, GraphLabels
+from fshard.partition.layout_search.role_labels import TooManyLabels
+from fshard.partition.partition import Partition
+from fshard.partition.partitioned_call import PartitionedCall
+from fshard.partition.training_time import StepTime, step_times
+from fshard.program.cost.topology import Topology
+from fshard.program.cost.traffic import max_local_nbytes
+
+MAX_EXHAUSTIVE = 1024
+"""Number of choices up to which all of them are planned."""
+MAX_STARTS = 2
+"""Number of the best choices that are improved argument by argument."""
+MAX_RELABELLED = 8
+"""Number of the best choices whose operations are labelled again for their layouts."""
+MAX_ORDERS = 24
+MAX_ATTEMPTS = 4
+"""Number of labellings with other shares of the uses of values, to raise the bound."""
+PROVEN = 1e-3
+"""Share of the time by which a choice may exceed the bound, to count as the best possible."""
+MEMORY_PRICES = (0.0, *(10.0**power for power in range(-16, -7)))
+"""Seconds charged per byte of an argument on a rank, so that choices fit into the memory."""
+OVERLAP_SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
+"""Shares of the computation in means with the collectives that overlap with it."""
+
+Choice = tuple[Any, ...]
+"""A layout for every leaf of the arguments, None for one that is not a tensor."""
+
+
+class Planned(NamedTuple):
+    """Plan of a choice.
+
+    Attributes:
+        time: modelled seconds of a step.
+        memory: modelled bytes of a rank.
+        partition: the partition.
+        call: its partitioned call.
+    """
+
+    time: float
+    memory: int
+    partition: Partition
+    call: PartitionedCall
+
+
+def step_memory(call: PartitionedCall) -> int:
+    """Return the bytes that a rank holds: arguments, their gradients, constants and results.
+
+    All results are kept for the backward pass; without one only the largest is counted.
+    """
+    inputs = sum(max_local_nbytes(spec) * (2 if call.grad and spec.dtype.is_floating_point else 1)
+                 for spec in call.in_specs)  # fmt: skip
+    results = [
+        sum(max_local_nbytes(spec) for spec in line.strategy.out_specs if spec is not None)
+        for line in call.lines if isinstance(line, Operation)
+    ] + [max_local_nbytes(line.program.dst) for line in call.lines
+         if isinstance(line, Redistribution) and not line.program.is_local]  # fmt: skip
+    constants = [line.tensor.nbytes for line in call.lines if isinstance(line, ClosureTensor)]
+    return inputs + sum(constants) + (sum(results) if call.grad else max(results, default=0))
+
+
+def call_times(call: PartitionedCall, topology: Topology) -> StepTime:
+    """Return the modelled seconds of a step of a partitioned call."""
+    inputs = dict(zip(call._inputs, call.requires_grad, strict=False))
+    return step_times(call.lines, call.mesh, topology, grad=call.grad, inputs=inputs)
+
+
+class ChoiceSearch:
+    """One call of `auto`: the arguments, and all choices planned so far with their costs.
+
+    Args:
+        fn: the function.
+        mesh: the mesh of the layouts.
+        args: the example arguments.
+        topology: the topology that layouts are costed on.
+        memory: bytes that a rank may hold, None for no limit.
+        fixed: for every leaf of the arguments its layout, None for one that is chosen.
+        out_specs: layouts of the results, as `fs.partition` takes them.
+        overlap: True if collectives of arguments run beside the computation.
+    """
+
+    def __init__(
+        self, fn: Callable[..., Any], mesh: Mesh, args: list[Any], topology: Topology,
+        memory: int | None, fixed: Mapping[int, Any], out_specs: Any = None, *,
+        overlap: bool = False,
+    ) -> None:  # fmt: skip
+        self.mesh, self.topology, self.memory = mesh, topology, memory
+        self.out_specs, self.overlap = out_specs, overlap
+        flat, self.tree = flatten(args)
+        self.names = paths(args, "args")
+        for name, x in zip(self.names, flat, strict=True):
+            if isinstance(x, torch.Tensor):
+                check_plain_tensor(x, f"fs.auto: {name}")
+        self.leaves = [ArgumentLeaf.of(x, fixed.get(i)) for i, x in enumerate(flat)]
+        self.args = unflatten(self.tree, [
+            x if leaf.meta is None
+            else torch.empty(leaf.meta.shape, dtype=leaf.meta.dtype, device="meta",
+                             requires_grad=leaf.requires_grad)
+            for x, leaf in zip(flat, self.leaves, strict=True)
+        ])  # fmt: skip
+        self.fn, self.traces = fn, FunctionTraces(fn, f"fs.auto({name_of(fn)})")
+        self.options = [self.options_of(i) for i in range(len(self.leaves))]
+        self.costs: dict[Choice, Planned] = {}
+        self.without_roles: set[Choice] = set()
+        self.plans = 0
+        self.bound = 0.0
+        self.all_planned = False
+
+    @property
+    def choices(self) -> int:
+        """Number of choices."""
+        return math.prod(len(options) for options in self.options if options is not None)
+
+    def run(self, deadline: float) -> Choice:
+        """Search until a time of `time.monotonic()`, and return the best choice."""
+        replicated, smallest = self.replicated(), self.smallest()
+        self.cost(replicated)
+        labels = self.labels(self.costs[replicated].call)
+        if labels is None:
+            self.label_axis_by_axis(deadline)
+        else:
+            self.label_jointly(labels, deadline)
+        for choice in (smallest, self.sharded_data()):
+            if time.monotonic() < deadline and not self.is_proven():
+                self.cost(choice)
+        if self.choices <= MAX_EXHAUSTIVE and not self.is_proven():
+            self.plan_all(labels, deadline)
+        starts = sorted(self.costs, key=self.rank)[:MAX_STARTS]
+        for start in dict.fromkeys((*starts, *([smallest] if self.memory is not None else []))):
+            self.descend(start, deadline)
+        if labels is not None and not self.all_planned:
+            for choice in sorted(self.costs, key=self.rank)[:MAX_RELABELLED]:
+                if time.monotonic() < deadline and not self.is_proven():
+                    self.cost(choice, labels.solve(layouts=choice).roles)
+        return self.best()
+
+    def labels(self, call: PartitionedCall) -> JointLabels | None:
+        """Return the labelling of the traced graph, None for a mesh with too many labels."""
+        results = [None] * call._tree.num_leaves
+        if self.out_specs is not None:
+            tree = unflatten(call._tree, [0] * len(results))
+            results = broadcast_prefix(self.out_specs, tree, "out_specs", "fs.auto")
+        try:
+            return JointLabels(call.source, self.mesh, self.options, self.leaves, results,
+                               self.topology, grad=call.grad)  # fmt: skip
+        except TooManyLabels:
+            return None
+
+    def label_jointly(self, labels: JointLabels, deadline: float) -> None:
+        """Plan the labels of least weight, and take their weight as bound.
+
+        A price of the memory is a Lagrange multiplier: the weight less the price of all memory is
+        a bound, too. The longer of two times that overlap is at least any mean of them.
+        """
+        shares = OVERLAP_SHARES if self.overlap else (None,)
+        prices = MEMORY_PRICES if self.memory is not None else MEMORY_PRICES[:1]
+        for price, share, attempt in itertools.product(prices, shares, range(MAX_ATTEMPTS)):
+            if self.plans > 1 and (time.monotonic() > deadline or self.is_proven()):
+                return
+            compute, arguments = (1.0, 1.0) if share is None else (share, 1 - share)
+            layouts, roles, weight = labels.solve(price=price, compute=compute, arguments=arguments)
+            self.bound = max(self.bound, weight - price * (self.memory or 0))
+            self.cost(layouts, roles)
+            if self.choices <= MAX_EXHAUSTIVE:
+                self.cost(layouts)
+            labels.improve_shares(1.5 / (1 + attempt) ** 0.5)
+        layouts, roles, _ = labels.solve(shared=False)
+        self.cost(layouts, roles)
+
+    def label_axis_by_axis(self, deadline: float) -> None:
+        """Plan the labels of one group of axes after the other, in several orders."""
+        graph = self.costs[self.replicated()].call.source
+        prices = MEMORY_PRICES if self.memory is not None else MEMORY_PRICES[:1]
+        for price, order in itertools.product(prices, _orders(self.mesh)):
+            if time.monotonic() < deadline:
+                labels = GraphLabels(graph, self.mesh, self.leaves, self.topology, price)
+                self.cost(labels.run(order))
+
+    def plan_all(self, labels: JointLabels | None, deadline: float) -> None:
+        """Plan all choices, but those whose own bound exceeds the best."""
+        for choice in itertools.product(*([None] if x is None else x for x in self.options)):
+            if time.monotonic() > deadline:
+                return
+            if labels is None:
+                self.cost(choice)
+                continue
+            roles, weight = labels.solve(layouts=choice)[1:]
+            over, step, _ = self.rank(self.best())
+            if over or self.overlap or weight < step:
+                self.cost(choice)
+                self.cost(choice, roles)
+        self.all_planned = True
+
+    def descend(self, choice: Choice, deadline: float) -> None:
+        """Change one argument of a choice at a time, as long as that helps."""
+        better: Choice | None = None
+        while better != choice and time.monotonic() < deadline and not self.is_proven():
+            choice, better = better or choice, self.improved(better or choice, deadline)
+
+    # -- choices ---------------------------------------------------------------------------
+
+    def replicated(self) -> Choice:
+        """Return the choice with every argument replicated."""
+        return tuple(
+            PartitionSpec(*[None] * leaf.ndim) if leaf.is_free else leaf.fixed
+            for leaf in self.leaves
+        )
+
+    def sharded_data(self) -> Choice:
+        """Return the choice with arguments without gradient sharded most, others replicated."""
+        layouts = zip(self.replicated(), self.smallest(), self.leaves, strict=True)
+        return tuple(p if leaf.requires_grad else sharded for p, sharded, leaf in layouts)
+
+    def smallest(self) -> Choice:
+        """Return the choice with every argument in the most shards, over its first dims."""
+        key = lambda p: (self.mesh.axis_size(p.axes), [len(axes) for axes in p.dims])  # noqa: E731
+        return tuple(
+            max(self.layouts(i), key=key) if leaf.is_free else leaf.fixed
+            for i, leaf in enumerate(self.leaves)
+        )
+
+    def cost(self, choice: Choice, roles: Mapping[str, RoleHint] | None = None) -> Planned:
+        """Plan a choice, without `roles` only once, and return the best plan of it.
+
+        With `roles`, operations have these roles where possible.
+        """
+        if roles is not None or choice not in self.without_roles:
+            in_specs = unflatten(self.tree, list(choice))
+            part = Partition(self.fn, self.mesh, in_specs, self.out_specs, None, self.topology,
+                             self.traces, where=self.traces.where, replicate=self.mesh.axes,
+                             roles=roles)  # fmt: skip
+            call = part.trace(*self.args)
+            self.plans += 1
+            if roles is None:
+                self.without_roles.add(choice)
+            times = call_times(call, self.topology)
+            seconds = times.overlapped if self.overlap else times.in_turn
+            planned = Planned(seconds, step_memory(call), part, call)
+            if choice not in self.costs or self._key(planned) < self._key(self.costs[choice]):
+                self.costs[choice] = planned
+        return self.costs[choice]
+
+    def rank(self, choice: Choice) -> tuple[bool, float, int]:
+        """Return the sort key of a choice: exceeds the memory, time, memory."""
+        return self._key(self.costs[choice] if choice in self.costs else self.cost(choice))
+
+    def _key(self, planned: Planned) -> tuple[bool, float, int]:
+        over = self.memory is not None and planned.memory > self.memory
+        return over, planned.memory if over else planned.time, planned.memory
+
+    def best(self) -> Choice:
+        """Return the best choice so far."""
+        return min(self.costs, key=self.rank)
+
+    def is_proven(self) -> bool:
+        """Return True if the best choice so far takes no longer than the bound."""
+        over, step, _ = self.rank(self.best())
+        return not over and step <= (1 + PROVEN) * self.bound
+
+    def improved(self, choice: Choice, deadline: float) -> Choice:
+        """Return the best choice after one pass that changes every argument, largest first."""
+        sizes = {i: nbytes(x.meta) for i, x in enumerate(self.leaves) if x.is_free and x.meta}
+        for leaf in sorted(sizes, key=lambda i: (-sizes[i], i)):
+            for p in self.layouts(leaf):
+                if time.monotonic() > deadline:
+                    return self.best()
+                other = (*choice[:leaf], p, *choice[leaf + 1 :])
+                if self.rank(other) < self.rank(choice):
+                    choice = other
+        return choice
+
+    def options_of(self, leaf: int) -> list[PartitionSpec | Spec] | None:
+        """Return the layouts of an argument, the fixed one alone if it is fixed."""
+        if self.leaves[leaf].meta is None:
+            return None
+        fixed = self.leaves[leaf].fixed
+        return [*self.layouts(leaf)] if fixed is None else [fixed]
+
+    def layouts(self, leaf: int) -> list[PartitionSpec]:
+        """Return the layouts of an argument with even shards: each axis shards a dim or none."""
+        meta, partitions = self.leaves[leaf].meta, []
+        assert meta is not None
+        for dims in itertools.product((None, *range(meta.ndim)), repeat=len(self.mesh.axes)):
+            entries = [tuple(a for a, d in zip(self.mesh.axes, dims, strict=True) if d == dim)
+                       for dim in range(meta.ndim)]  # fmt: skip
+            sizes = [self.mesh.axis_size(axes) for axes in entries]
+            if all(size % n == 0 and size for size, n in zip(meta.shape, sizes, strict=True)):
+                partitions.append(PartitionSpec(*(axes or None for axes in entries)))
+        return partitions
+
+
+def _orders(mesh: Mesh) -> list[tuple[tuple[str, ...], ...]]:
+    """Return orders in which axes are labelled: one by one, several as one, or some left out.
+
+    The best for every axis alone may be worse than one factor sharded over all, or over some.
+    """
+    permutations = itertools.islice(itertools.permutations(mesh.axes), 6)
+    orders: list[tuple[tuple[str, ...], ...]] = [
+        tuple((axis,) for axis in order) for order in permutations
+    ]
+    for count in range(len(mesh.axes), 0, -1):
+        for group in itertools.combinations(mesh.axes, count):
+            rest: list[tuple[str, ...]] = [(axis,) for axis in mesh.axes if axis not in group]
+            orders += [(group, *rest), (*rest, group), (group,)]
+    return list(dict.fromkeys(orders))[:MAX_ORDERS]

@@ -1,0 +1,416 @@
+"""Labelling of a traced graph by the roles of its operations on all mesh axes at once.
+
+Every operation gets one role for each axis as its label, every argument a layout. Its weights are
+modelled times that no plan of `fs.partition` undercuts: a redistribution that several uses share is
+weighed as a mean of the uses, which is at most the one of them that takes longest; operations
+that can be decomposed may shard any factor; operations without a rule, factories, halos, and the
+bodies of mapped functions take no time. So the least weight is a lower bound of the time of a step,
+over all layouts of the arguments and all strategies of the operations: the linear relaxation of
+Alpa's integer program (arXiv 2201.12023) need not be solved, as the labelling is exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from fshard._torch.autograd_state import SET_GRAD_ENABLED
+from fshard.layout.mesh import Mesh
+from fshard.layout.partition_spec import PartitionSpec
+from fshard.layout.spec import Spec
+from fshard.ops.core.builders import is_inexact
+from fshard.ops.core.call import Meta, OpCall, map_call
+from fshard.ops.core.registry import decomposition_of
+from fshard.ops.core.rule import Rule
+from fshard.ops.propagate.choice_hints import RoleHint
+from fshard.ops.propagate.role_costs import compute_time, nbytes
+from fshard.ops.strategy.axis_roles import Role, factor_sizes, roles_of
+from fshard.ops.trace.functionalize import has_no_gradient
+from fshard.ops.trace.trace import decompose
+from fshard.partition.assignment.layout_hints import call_of_node
+from fshard.partition.layout_search.label_graph import ArgumentLeaf
+from fshard.partition.layout_search.role_labels import (
+    BY_PARTS,
+    MAX_LABELS,
+    TooManyLabels,
+    Unreduced,
+    labels_of,
+    reduction,
+    reductions,
+    roles_by_parts,
+)
+from fshard.partition.layout_search.state_distances import (
+    FIRST_DIM,
+    REDUCED_CODE,
+    UNREDUCED_CODE,
+    AxisTuple,
+    distances,
+    gradient_distances,
+    joint_indices,
+)
+from fshard.partition.layout_search.variable_elimination import EqualTables, Labelling
+from fshard.partition.training_time import FORWARD_AND_BACKWARD
+from fshard.program.cost.topology import Topology
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Value:
+    """Tensor of the graph: its variable, its joint state by label, and if it has a gradient.
+
+    `unreduced` has the axes on which some label leaves it unreduced, with the reduction.
+    """
+
+    variable: int
+    states: torch.Tensor
+    meta: Meta
+    grad: bool
+    unreduced: Unreduced
+
+
+class LabelledLayouts(NamedTuple):
+    """Labels of least weight.
+
+    Attributes:
+        layouts: the layout of every leaf of the arguments, None for one that is not a tensor.
+        roles: the roles of operations, by the names of their nodes.
+        weight: the weight in seconds.
+    """
+
+    layouts: tuple[Any, ...]
+    roles: dict[str, RoleHint]
+    weight: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Use:
+    """Use of a value by the labels of a variable, in the joint states that they require."""
+
+    value: _Value
+    variable: int
+    states: torch.Tensor
+
+
+class JointLabels:
+    """Labelling of a graph for all axes of a mesh together.
+
+    Args:
+        graph: the traced graph.
+        mesh: the mesh.
+        layouts: for every leaf of the arguments its layouts, None if it is not a tensor.
+        leaves: the leaves of the arguments.
+        results: the layout that each result is redistributed to, None for one that is not.
+        topology: the topology that layouts are costed on.
+        grad: True if some result has a gradient.
+
+    Raises:
+        TooManyLabels: for a mesh or an operation with too many labels.
+    """
+
+    def __init__(
+        self, graph: fx.GraphModule, mesh: Mesh, layouts: Sequence[Sequence[Any] | None],
+        leaves: Sequence[ArgumentLeaf], results: Sequence[Any], topology: Topology, *, grad: bool,
+    ) -> None:  # fmt: skip
+        self.mesh, self.topology, self.results = mesh, topology, results
+        self.layouts, self.leaves = layouts, leaves
+        self.axes = AxisTuple.of(mesh, topology)
+        self.has_grad = grad
+        self.weights: list[torch.Tensor] = []
+        self.local_bytes: dict[int, torch.Tensor] = {}
+        """Bytes of an argument on a rank, by its variable and label."""
+        self.uses: list[_Use] = []
+        self.named: dict[str, tuple[int, list[tuple[Role, ...]]]] = {}
+        """The variable and the roles by label of operations, by the names of their nodes."""
+        self.labelled: dict[Any, tuple[list[tuple[Role, ...]], torch.Tensor]] = {}
+        self.in_decomposition = False
+        self.equal = EqualTables()
+        self.is_differentiable = _leads_to_result(graph)
+        self.grad_enabled = True
+        inputs = [
+            self.argument(leaf, options)
+            for leaf, options in zip(leaves, layouts, strict=True)
+            if options is not None
+        ]
+        self.arguments = [value.variable for value in inputs]
+        self.run(graph, inputs, results)
+        counts = Counter(id(use.value) for use in self.uses)
+        self.equal_shares = [1 / counts[id(use.value)] for use in self.uses]
+        self.shares = self.equal_shares
+        self.labels: list[int] = []
+
+    # -- solutions -------------------------------------------------------------------------
+
+    def solve(
+        self, *, shared: bool = True, price: float = 0.0, compute: float = 1.0,
+        arguments: float = 1.0, layouts: Sequence[Any] | None = None,
+    ) -> LabelledLayouts:  # fmt: skip
+        """Return the labels of least weight.
+
+        Args:
+            shared: weigh each use of a value by its share of all uses (`self.shares`), as the
+                bound requires; else in full, as if no two uses shared a redistribution.
+            price: seconds charged for every byte of an argument on a rank.
+            compute: factor of the seconds of operations.
+            arguments: factor of the seconds to redistribute arguments.
+            layouts: the layouts of the leaves of the arguments, which are then labelled with equal
+                shares; None to choose them.
+        """
+        labelling = Labelling(equal=self.equal)
+        for variable, weights in enumerate(self.weights):
+            held = self.local_bytes.get(variable)
+            labelling.variable(compute * weights if held is None else price * held)
+        if layouts is not None:
+            self.fix(labelling, layouts)
+        shares = self.shares if layouts is None else self.equal_shares
+        for use, share in zip(self.uses, shares, strict=True):
+            factor = (share if shared else 1.0) * (
+                arguments if use.value.variable in self.local_bytes else 1.0
+            )
+            labelling.pair(use.value.variable, use.variable, factor * self.table(use))
+        labels, weight = labelling.solve()
+        if shared and layouts is None:
+            self.labels = labels
+        chosen = iter(self.arguments)
+        labelled = tuple(
+            None if options is None else options[labels[next(chosen)]] for options in self.layouts
+        )
+        return LabelledLayouts(labelled, self.roles(labels), weight)
+
+    def improve_shares(self, rate: float) -> None:
+        """Give the uses that take longest in the last labels a larger share of their values.
+
+        The bound is a concave function of the shares, with the seconds of the uses as supergradient
+        (Lagrangian relaxation, Held and Karp 1971).
+
+        Args:
+            rate: exponent of the change for the use that takes longest.
+        """
+        uses: dict[int, list[int]] = defaultdict(list)
+        for index, use in enumerate(self.uses):
+            uses[id(use.value)].append(index)
+        self.shares = [*self.shares]
+        for indices in uses.values():
+            seconds = [
+                float(self.table(self.uses[i])[self.labels[self.uses[i].value.variable],
+                                               self.labels[self.uses[i].variable]])
+                for i in indices
+            ]  # fmt: skip
+            longest = max(seconds)
+            if len(indices) == 1 or not longest:
+                continue
+            changed = [self.shares[i] * math.exp(rate * (time / longest - 1))
+                       for i, time in zip(indices, seconds, strict=True)]  # fmt: skip
+            for i, share in zip(indices, changed, strict=True):
+                self.shares[i] = share / sum(changed)
+
+    def fix(self, labelling: Labelling, layouts: Sequence[Any]) -> None:
+        """Leave every argument the label of one layout."""
+        rows = zip(self.layouts, layouts, strict=True)
+        fixed = [options.index(p) for options, p in rows if options is not None]
+        for variable, label in zip(self.arguments, fixed, strict=True):
+            weights = torch.full((labelling.labels[variable],), math.inf, dtype=torch.float64)
+            weights[label] = 0.0
+            labelling.weigh(variable, weights)
+
+    def roles(self, labels: Sequence[int]) -> dict[str, RoleHint]:
+        """Return the roles of operations in a labelling; decomposed ones have none."""
+        hints = {}
+        for name, (variable, options) in self.named.items():
+            names = [role.name for role in options[labels[variable]]]
+            if not any(name.endswith(BY_PARTS) for name in names):
+                hints[name] = RoleHint(tuple(zip(self.axes.names, names, strict=True)))
+        return hints
+
+    def table(self, use: _Use) -> torch.Tensor:
+        """Return the seconds from every state of a value to every state that a use requires."""
+        value, (ndim, size) = use.value, (use.value.meta.ndim, nbytes(use.value.meta))
+        time = distances(self.axes, self.topology, ndim, size)
+        if value.grad:
+            time = time + gradient_distances(self.axes, self.topology, ndim, size)
+        return time[value.states][:, use.states]
+
+    # -- the graph -------------------------------------------------------------------------
+
+    def variable(self, weights: torch.Tensor) -> int:
+        """Add a variable."""
+        self.weights.append(weights)
+        return len(self.weights) - 1
+
+    def argument(self, leaf: ArgumentLeaf, layouts: Sequence[Any]) -> _Value:
+        """Add an argument, with a label for each of its layouts."""
+        assert leaf.meta is not None
+        if len(layouts) > MAX_LABELS:
+            raise TooManyLabels
+        partitions = [p.partition if isinstance(p, Spec) else p for p in layouts]
+        variable = self.variable(torch.zeros(len(layouts), dtype=torch.float64))
+        codes = torch.tensor([self.codes(p) for p in partitions]).reshape(len(layouts), -1)
+        self.local_bytes[variable] = torch.tensor([
+            nbytes(leaf.meta) / self.mesh.axis_size([a for dim in p.dims for a in dim])
+            for p in partitions
+        ], dtype=torch.float64)  # fmt: skip
+        unreduced = frozenset(
+            (self.axes.names.index(axis), reduction(kind))
+            for p in partitions
+            for axis, kind in p.unreduced_kinds
+            if axis in self.axes.names
+        )
+        return _Value(variable, joint_indices(codes, leaf.meta.ndim), leaf.meta,
+                      leaf.requires_grad, unreduced)  # fmt: skip
+
+    def codes(self, p: PartitionSpec) -> list[int]:
+        """Return the code of a partition on every axis."""
+        code = {axis: FIRST_DIM + dim for dim, axes in enumerate(p.dims) for axis in axes}
+        code |= dict.fromkeys((axis for axis, _ in p.reduced_kinds), REDUCED_CODE)
+        code |= dict.fromkeys((axis for axis, _ in p.unreduced_kinds), UNREDUCED_CODE)
+        return [code.get(axis, 0) for axis in self.axes.names]
+
+    def run(
+        self, graph: fx.GraphModule, inputs: Iterable[_Value | None], results: Sequence[Any] = ()
+    ) -> list[Any]:
+        """Add the operations of a graph, and return its results."""
+        env, remaining = dict[fx.Node, Any](), iter(inputs)
+        outputs: list[Any] = []
+        for node in graph.graph.nodes:
+            if node.op == "placeholder":
+                env[node] = next(remaining, None)
+            elif node.op == "call_function":
+                env[node] = self.call(node, env)
+            elif node.op == "output":
+                outputs = (
+                    [*node.args[0]] if isinstance(node.args[0], list | tuple) else [node.args[0]]
+                )
+        for result, p in zip(outputs, results, strict=False):
+            value = env.get(result)
+            if p is not None and isinstance(value, _Value):
+                self.result(value, p)
+        return [env.get(x) if isinstance(x, fx.Node) else x for x in outputs]
+
+    def result(self, value: _Value, p: Any) -> None:
+        """Require a layout of a result."""
+        partition = p.partition if isinstance(p, Spec) else p
+        states = joint_indices(torch.tensor([self.codes(partition)]).reshape(1, -1),
+                               value.meta.ndim)  # fmt: skip
+        variable = self.variable(torch.zeros(1, dtype=torch.float64))
+        self.uses.append(_Use(value, variable, states))
+
+    def call(self, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
+        """Add an operation, and return its results; None for one that is not weighed."""
+        if getattr(node.target, "__name__", "") == "getitem":
+            source, index = node.args
+            results = env.get(source)  # type: ignore[arg-type]
+            return results[index] if isinstance(results, list) else results  # type: ignore[index]
+        if node.target is SET_GRAD_ENABLED:
+            self.grad_enabled = bool(node.args[0])
+            return None
+        described = call_of_node(node)
+        if described is None:
+            return None
+        call, rule, operands = described
+        values = [env.get(operand) for operand in operands]
+        if not any(isinstance(value, _Value) for value in values):
+            return None  # it depends on no argument: every layout of it can be created
+        if rule is None:
+            return self.decomposed(node, values)
+        if decomposition_of(call.op) is not None and not any(
+            rule.kind(factor) not in ("unsharded", "permuted") for factor in rule.factors
+        ):
+            return self.by_parts(node, call, rule, values)
+        grad = (
+            self.grad_enabled and not has_no_gradient(node.target)
+            and self.is_differentiable.get(node, True)
+            and any(isinstance(value, _Value) and value.grad for value in values)
+        )  # fmt: skip
+        results = self.operation(call, rule, values, node.name, grad=grad)
+        single = len(results) == 1 and isinstance(node.meta.get("val"), torch.Tensor)
+        return results[0] if single else results
+
+    def decomposed(self, node: fx.Node, values: Sequence[Any]) -> Any:
+        """Add the operations of a decomposition of an operation without a rule."""
+        as_meta = lambda x: Meta.of(x.meta["val"]) if isinstance(x.meta["val"], torch.Tensor) else (  # noqa: E731
+            x.meta["val"])  # fmt: skip
+        args, kwargs = map_call(node.args, node.kwargs, fx.Node, as_meta)
+        graph = decompose(node.target, decomposition_of(node.target), args, kwargs,
+                          torch.device("meta"))  # fmt: skip
+        if graph is None:
+            return None
+        outer = self.grad_enabled, self.in_decomposition
+        self.in_decomposition = True
+        results = self.run(graph, values)
+        self.grad_enabled, self.in_decomposition = outer
+        return results if isinstance(node.meta["val"], list | tuple) else results[0]
+
+    def by_parts(self, node: fx.Node, call: OpCall, rule: Rule, values: Sequence[Any]) -> Any:
+        """Add the decomposition of an operation that has no role to shard a factor.
+
+        Replicated, all parts take at most the time of the operation.
+        """
+        first = len(self.weights)
+        results = self.decomposed(node, values)
+        parts = self.weights[first:]
+        total = sum(float(weights.max()) for weights in parts if len(weights))
+        sizes = factor_sizes(rule, call)
+        once = _least_time(self.topology, rule, call, sizes, True)
+        for index, weights in enumerate(parts, first):
+            if total > once and len(weights):
+                most = float(weights.max())
+                least = most * once / total
+                self.weights[index] = torch.where(weights == most, min(least, most), weights)
+        return results
+
+    def operation(
+        self, call: OpCall, rule: Rule, values: Sequence[Any], name: str, *, grad: bool
+    ) -> list[_Value | None]:
+        """Add the variable of an operation, with a label for the roles of all axes."""
+        roles, sizes = [*roles_of(rule, call, grad=grad)], factor_sizes(rule, call)
+        decomposes = decomposition_of(call.op) is not None
+        if decomposes:
+            roles += roles_by_parts(rule)
+        unreduced = tuple(v.unreduced if isinstance(v, _Value) else None for v in values)
+        key = rule, call.operands, call.results, tuple(sizes.items()), grad, decomposes, unreduced
+        if key not in self.labelled:
+            self.labelled[key] = labels_of(roles, rule, sizes, self.axes.sizes, unreduced)
+        labels, rows = self.labelled[key]
+        passes = FORWARD_AND_BACKWARD if grad and self.has_grad else 1
+        time = passes * _least_time(self.topology, rule, call, sizes, decomposes)
+        shards = torch.where(rows[:, 0] == 1, torch.tensor(self.axes.sizes), 1).prod(1)
+        variable = self.variable(time / shards.double())
+        if not self.in_decomposition:
+            self.named[name] = variable, labels
+        tensors = len(call.operands), len(call.results)
+        codes = iter(rows.unbind(1)[1:])
+        for value, meta, code in zip(values, call.operands, codes, strict=False):
+            if isinstance(value, _Value):
+                self.uses.append(_Use(value, variable, joint_indices(code, meta.ndim)))
+        kinds = [
+            reductions(index, roles, len(self.axes.sizes), unreduced) for index in range(tensors[1])
+        ]
+        return [
+            None if meta is None
+            else _Value(variable, joint_indices(code, meta.ndim), meta, grad and is_inexact(meta),
+                        unreduced)
+            for meta, code, unreduced in zip(
+                call.results, rows.unbind(1)[1 + tensors[0] :], kinds, strict=True)
+        ]  # fmt: skip
+
+
+def _least_time(
+    topology: Topology, rule: Rule, call: OpCall, sizes: dict[str, int], decomposes: bool
+) -> float:
+    """Return the seconds of an operation on one device, of its memory traffic if it decomposes."""
+    if decomposes:
+        touched = sum(nbytes(meta) for meta in (*call.operands, *call.results) if meta is not None)
+        return min(compute_time(topology, rule, call, sizes), touched / topology.memory)
+    return compute_time(topology, rule, call, sizes)
+
+
+def _leads_to_result(graph: fx.GraphModule) -> dict[fx.Node, bool]:
+    """Return for every node if a result depends on it."""
+    used: dict[fx.Node, bool] = {}
+    for node in reversed(graph.graph.nodes):
+        used[node] = node.op == "output" or any(used.get(user, False) for user in node.users)
+    return used
