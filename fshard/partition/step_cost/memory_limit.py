@@ -72,7 +72,7 @@ def within_memory(
             if number and not other.remat_plan.units:
                 continue
             layouts = "" if call is gathered else "parameters stay sharded; "
-            peak = max(other.memory(rank=rank).peak for rank in _different_ranks(call))
+            peak = max(other.memory(rank=rank).peak for rank in different_ranks(call))
             choice = MemoryChoice(limit, layouts + text, peak, other.roofline().time)
             tried.append((choice, other))
             fitting += [tried[-1]] if peak <= limit else []
@@ -178,7 +178,7 @@ def _specs(call: PartitionedCall) -> dict[int, Spec]:
     return specs
 
 
-def _different_ranks(call: PartitionedCall) -> list[int]:
+def different_ranks(call: PartitionedCall) -> list[int]:
     """Return the first rank, and the ranks that hold the most of an uneven argument."""
     ranks = {call.mesh.ranks[0]}
     for spec in call.in_specs:

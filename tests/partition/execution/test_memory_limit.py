@@ -99,6 +99,19 @@ def test_without_gradients_nothing_is_recomputed() -> None:
         assert part.trace(params, x).memory_choice.others == ()
 
 
+def test_assert_fits_has_the_same_model() -> None:
+    part, call = limited(None)
+    _, params, x = sample()
+    peak = call.memory().peak
+    assert fs.testing.assert_fits(part, (params, x), memory=peak).peak == peak
+    with pytest.raises(
+        AssertionError, match=f"{peak} bytes exceed memory={peak - 1}\n(.*\n)*.*peak"
+    ):
+        fs.testing.assert_fits(part, (params, x), memory=peak - 1)
+    with pytest.raises(fs.ShardingError, match="must be partitioned"):
+        fs.testing.assert_fits(torch.relu, (x,), memory=1)  # type: ignore[arg-type]
+
+
 def test_a_limit_must_be_bytes_and_is_pickled() -> None:
     with pytest.raises(fs.ShardingError, match="memory must be at least 1 byte"):
         fs.partition(torch.relu, mesh=MESH, memory=0)

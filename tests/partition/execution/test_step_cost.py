@@ -182,6 +182,39 @@ def test_remat_frees_gathered_parameters() -> None:
 def one_device_flops(fn: Any, *args: Any) -> int:
     """Return the FLOPs that PyTorch's counter counts in a forward and a backward pass."""
     with FlopCounterMode(display=False) as counter:
-        out = fn(*args)
-        out.backward()
+        fn(*args).backward()
     return int(counter.get_total_flops())
+
+
+def llama() -> tuple[torch.nn.Module, torch.Tensor]:
+    """Return a small Llama of transformers, with attention as products, and token ids."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=64, attn_implementation="eager",
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config), torch.zeros(4, 8, dtype=torch.long)
+
+
+def convolutions() -> tuple[torch.nn.Module, torch.Tensor]:
+    """Return a small network of convolutions, one of them in groups, and images."""
+    net = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 8, 3, stride=2, padding=1), torch.nn.ReLU(),
+        torch.nn.Conv2d(8, 8, 3, padding=1, groups=8), torch.nn.Conv2d(8, 16, 1),
+        torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(16, 10),
+    )  # fmt: skip
+    return net, torch.randn(4, 3, 16, 16)
+
+
+@pytest.mark.parametrize("make", [llama, convolutions])
+def test_flops_of_models_are_those_of_one_device_by_ranks(make: Any) -> None:
+    model, x = make()
+
+    def loss(p: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        out = torch.func.functional_call(model, p, (x,))
+        values: torch.Tensor = getattr(out, "logits", out)
+        return values.float().square().mean()
+
+    params, mesh = dict(model.named_parameters()), fs.Mesh(dp=2)
+    call = fs.partition(loss, mesh=mesh, params=P(), in_specs=P("dp")).trace(params, x)
+    assert call.roofline().product_flops * mesh.size == one_device_flops(loss, params, x)
