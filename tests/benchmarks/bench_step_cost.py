@@ -1,7 +1,7 @@
 """Seconds to answer what a step of a transformer block costs on 65,536 devices.
 
-`python -m tests.benchmarks.bench_step_cost` prints the time to plan the layouts, of the roofline and
-of the memory. The mesh is 4,096 x 16, the width 16,384 in bfloat16.
+`python -m tests.benchmarks.bench_step_cost` prints the time to plan the layouts, of the roofline
+and of the memory. The mesh is 4,096 x 16, the width 16,384 in bfloat16.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def timed(name: str, run: Callable[[], Any]) -> Any:
 def main() -> None:
     """Print the seconds of each question."""
     shapes = {"up": (4 * WIDTH, WIDTH), "down": (WIDTH, 4 * WIDTH)}
-    shapes |= {name: (WIDTH, WIDTH) for name in ("q", "k", "v", "out")}
+    shapes |= dict.fromkeys(("q", "k", "v", "out"), (WIDTH, WIDTH))
     specs = {name: P("tp") for name in ("q", "k", "v", "up")}
     specs |= {name: P(None, "tp") for name in ("out", "down")}
     params = {
