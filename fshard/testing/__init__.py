@@ -2,7 +2,7 @@
 
 - `layouts`: `assert_layout`.
 - `communication`: `assert_communicates`, `assert_local`.
-- `memory`: `assert_fits`.
+- `fits`: `assert_fits`.
 - `one_device`: `assert_like_one_device`.
 - `differentiable`: arguments that require gradients, backward passes of trees of results.
 - `ranks`: `run_ranks`, `outcomes`, warm gloo processes; `rank_process`: one of them.
@@ -11,8 +11,8 @@
 """
 
 from fshard.testing.communication import assert_communicates, assert_local
+from fshard.testing.fits import assert_fits
 from fshard.testing.layouts import assert_layout
-from fshard.testing.memory import assert_fits
 from fshard.testing.mesh_cases import meshes
 from fshard.testing.one_device import assert_like_one_device
 from fshard.testing.ranks import Outcome, RankDied, RankHung, outcomes, run_ranks
