@@ -53,7 +53,6 @@ CASES: dict[str, dict[str, Any]] = {
     "fsdp, gathered again": {"params": P("x"), "in_specs": P("x"), "remat": "gathers"},
     "tensor parallel": {"params": None, "in_specs": P(), "hold": "x"},
     "checkpointed": {"params": P(), "in_specs": P("x")},
-    "recomputed": {"params": P("x"), "in_specs": P("x"), "remat": "all"},
     "limited": {"params": P("x"), "in_specs": P("x"), "memory": LIMIT},
 }
 
