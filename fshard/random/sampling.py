@@ -62,8 +62,9 @@ def uniform(
         ShardingError: If `key` is not a key, a limit is not a finite number, the dtype is another
             one, or it is not that of the spec.
 
-    The values are those of `jax.random.uniform` (Threefry-2x32, Salmon et al., SC 2011); float64
-    with limits differs by rounding.
+    The values are those of `jax.random.uniform` (Threefry-2x32, Salmon et al., SC 2011), bit for
+    bit; those of float16 with limits as on CPUs without float16 arithmetic (AVX512-FP16), where XLA
+    rounds the product and the sum.
 
     >>> import fshard as fs
     >>> spec = fs.Spec(fs.Mesh(x=2), fs.P("x"), shape=(4,))

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ import torch
 from tests.helpers.draws.draw_cases import CASES, EXPECTED, FshardRandom, expected
 
 FIRST = 8
+# Without it the rounding of float16 depends on the CPU.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_max_isa=AVX2".strip()
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -109,11 +109,48 @@ def _write_uniform(key: torch.Tensor, dtype: torch.dtype, low: float, high: floa
 
     def write(hash_: HashBlock, out: torch.Tensor) -> None:
         unit(hash_, out)
-        # XLA rounds a product and a sum once; float64 has no wider dtype to do the same.
-        wide = out.double() if dtype == torch.float32 and not exact else out
-        out.copy_(wide.mul_(span).add_(start).clamp_(min=start))
+        # XLA rounds a product and a sum once; in half precision twice, if the CPU lacks it.
+        if exact or dtype.itemsize == 2:
+            out.mul_(span).add_(start)
+        elif dtype == torch.float32:
+            out.copy_(out.double().mul_(span).add_(start))
+        else:
+            out.copy_(_fused_multiply_add(out, span, start))
+        out.clamp_(min=start)
 
     return write
+
+
+def _fused_multiply_add(x: torch.Tensor, factor: float, term: float) -> torch.Tensor:
+    """Return `x * factor + term`, rounded once, of a tensor of float64.
+
+    The product and the sum are each a number and its exact error (Dekker, 1971); the errors are
+    added with rounding to odd, so that the last sum rounds correctly (Boldo and Melquiond, 2008).
+    """
+    b, c = (torch.tensor(value, dtype=torch.float64, device=x.device) for value in (factor, term))
+    (x_high, x_low), (b_high, b_low) = _halves(x), _halves(b)
+    product = x * b
+    error = x_high * b_high - product + x_high * b_low + x_low * b_high + x_low * b_low
+    total, carry = _exact_sum(product, c)
+    rest, lost = _exact_sum(carry, error)
+    bits = rest.view(torch.int64)
+    to_odd = (lost != 0) & (bits % 2 == 0)
+    bits = bits + torch.where((lost > 0) == (rest > 0), 1, -1) * to_odd
+    return total + bits.view(torch.float64)
+
+
+def _halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return two numbers of half the bits whose sum is `x`."""
+    scaled = x * (2.0**27 + 1)
+    high = scaled - (scaled - x)
+    return high, x - high
+
+
+def _exact_sum(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rounded sum and its error."""
+    total = a + b
+    part = total - a
+    return total, (a - (total - part)) + (b - part)
 
 
 def _write_normal(key: torch.Tensor, dtype: torch.dtype) -> WriteBlock:

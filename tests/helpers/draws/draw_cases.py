@@ -95,7 +95,7 @@ def _cases() -> dict[str, DrawCase]:
                 lambda w, d=d: w.exponential(w.key(1), SHAPE, d), 4 + 2 * ulps
             ),
         }
-    for d in ("bfloat16", "float16", "float32"):
+    for d in ("bfloat16", "float16", "float32", "float64"):
         cases |= {
             f"uniform {d} between": DrawCase(
                 lambda w, d=d: w.uniform(w.key(3), SHAPE, d, 0.1, 0.3)
@@ -104,8 +104,6 @@ def _cases() -> dict[str, DrawCase]:
                 lambda w, d=d: w.uniform(w.key(3), SHAPE, d, -2.5, 7.0)
             ),
         }
-    between = DrawCase(lambda w: w.uniform(w.key(3), SHAPE, "float64", 0.1, 0.3), 1)
-    cases["uniform float64 between"] = between
     ranges = {
         "int8": [(0, 10), (-128, 128)], "uint8": [(3, 100), (0, 256)], "int16": [(3, 20000)],
         "int32": [(0, 10), (-(2**31), 2**31), (-(2**31), 2**31 - 1), (5, 100000)],
