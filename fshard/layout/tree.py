@@ -26,9 +26,10 @@ import torch
 from fshard._torch.dynamo import PytreeNode, registered_node
 from fshard._torch.symbolic_numbers import has_symbolic_sizes
 from fshard._util.errors import Problem, raise_if
+from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.sharded import Sharded
-from fshard.layout.spec import Spec
+from fshard.layout.spec import Spec, is_placements, partition_of
 
 _STRINGS = frozenset({str})
 
@@ -188,6 +189,17 @@ def map_leaves(function: Callable[..., Any], tree: Tree, *rest: Any) -> Tree:
     leaves, treedef = flatten(tree)
     others = [treedef.flatten_up_to(other) for other in rest]
     return cast(Tree, treedef.unflatten(map(function, leaves, *others)))
+
+
+def read_placements(specs: Any, mesh: Mesh | None) -> Any:
+    """Return a tree of specs in which DTensor's placements on `mesh` are partitions."""
+    if mesh is not None and is_placements(specs):
+        return partition_of(mesh, specs)
+    if type(specs) in (tuple, list):
+        return type(specs)(read_placements(item, mesh) for item in specs)
+    if type(specs) is dict:
+        return {name: read_placements(item, mesh) for name, item in specs.items()}
+    return specs
 
 
 def paths(tree: Any, name: str) -> list[str]:

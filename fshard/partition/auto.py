@@ -23,7 +23,14 @@ from fshard._util.notebook_view import NotebookView
 from fshard._util.text import below, bytes_text, columns, time_text
 from fshard.layout.mesh import Mesh, as_mesh
 from fshard.layout.partition_spec import PartitionSpec
-from fshard.layout.tree import broadcast_prefix, flatten, leaf_names, paths, unflatten
+from fshard.layout.tree import (
+    broadcast_prefix,
+    flatten,
+    leaf_names,
+    paths,
+    read_placements,
+    unflatten,
+)
 from fshard.partition.layout_search.choice_search import PROVEN, Choice, ChoiceSearch
 from fshard.partition.partition import Partition
 from fshard.partition.partitioned_call import PartitionedCall
@@ -177,7 +184,8 @@ def auto(
              "fs.auto(fn, mesh, [x])")  # fmt: skip
     on = as_topology("fs.auto", topology, meshes=(mesh,))
     args, start = list(example_args), time.monotonic()
-    search = ChoiceSearch(fn, mesh, args, on, memory, _fixed_leaves(fixed or {}, args), out_specs,
+    fixed, out_specs = (read_placements(x, mesh) for x in (dict(fixed or {}), out_specs))
+    search = ChoiceSearch(fn, mesh, args, on, memory, _fixed_leaves(fixed, args), out_specs,
                           overlap=overlap)  # fmt: skip
     best = search.run(start + seconds)
     return _result(search, best, time.monotonic() - start)

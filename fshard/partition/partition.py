@@ -23,6 +23,7 @@ from fshard.layout.tree import (
     broadcast_prefix,
     flatten,
     paths,
+    read_placements,
     unflatten,
 )
 from fshard.ops.core.cache_keys import freeze
@@ -468,6 +469,7 @@ def partition(
              "params=P(...), the layouts of the first argument")  # fmt: skip
     check_remat(remat)
     check_memory(memory, "fs.partition")
+    in_specs, out_specs, params = (read_placements(x, mesh) for x in (in_specs, out_specs, params))
     return Partition(run, mesh, in_specs, out_specs, params, topology, module=source, hold=axes,
                      remat=remat, replicate=repeated, memory=memory)  # fmt: skip
 

@@ -9,9 +9,8 @@ from typing import Any
 
 from fshard._util.errors import fail
 from fshard._util.tracebacks import runs_users_operation
-from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
-from fshard.layout.spec import Spec, is_placements, partition_of
+from fshard.layout.spec import Spec
 from fshard.layout.tree import broadcast_prefix, paths
 
 
@@ -37,17 +36,6 @@ class DimSpec:
         """Partition of a tensor with the fewest dims that have `dim` among them."""
         after = (None,) * (-self.dim - 1)
         return PartitionSpec(*(None,) * max(self.dim, 0), self.axis, *after)
-
-
-def read_placements(specs: Any, mesh: Mesh | None) -> Any:
-    """Return a tree of specs in which DTensor's placements on `mesh` are partitions."""
-    if mesh is not None and is_placements(specs):
-        return partition_of(mesh, specs)
-    if type(specs) in (tuple, list):
-        return type(specs)(read_placements(item, mesh) for item in specs)
-    if type(specs) is dict:
-        return {name: read_placements(item, mesh) for name, item in specs.items()}
-    return specs
 
 
 @dataclass(frozen=True, slots=True)

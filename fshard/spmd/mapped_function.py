@@ -29,6 +29,7 @@ from fshard.layout.tree import (
     broadcast_prefix,
     flatten,
     paths,
+    read_placements,
     unflatten,
 )
 from fshard.run.global_tensors import shards_of, unshard, unshard_blocks
@@ -49,7 +50,7 @@ from fshard.spmd.boundary import (
 )
 from fshard.spmd.closure_inputs import call_function, replaced_closures
 from fshard.spmd.graph_call import ENDS_GRAPHS, compile_on_ranks, planned, traceable
-from fshard.spmd.in_specs import ArgSignature, Argument, PathSpec, match_specs, read_placements
+from fshard.spmd.in_specs import ArgSignature, Argument, PathSpec, match_specs
 from fshard.spmd.mesh_scope import Scope, check_check, local_map_scope, shard_map_scope
 from fshard.spmd.simulated_map import map_ranks, run_body
 from fshard.spmd.tracking.out_spec_check import NonTensor, check_replicas, non_tensor_problem

@@ -14,7 +14,14 @@ from fshard.layout.mesh import Mesh, as_mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.sharded import Sharded
 from fshard.layout.spec import Spec
-from fshard.layout.tree import broadcast_prefix, flatten, leaf_names, map_leaves, unflatten
+from fshard.layout.tree import (
+    broadcast_prefix,
+    flatten,
+    leaf_names,
+    map_leaves,
+    read_placements,
+    unflatten,
+)
 from fshard.partition.partition import partition
 from fshard.plan.redistribute import redistribute
 from fshard.run.execute import check_local, check_shards
@@ -55,7 +62,9 @@ def match_rules(rules: Rules, tree: Any, /, *, mesh: Mesh | None = None) -> Any:
     {'embed.weight': P('tp'), 'out.weight': P()}
     """
     uneven_fix = "leave mesh= out, and shard with uneven sizes"
-    return matched_partitions("fs.state.match_rules", rules, tree, mesh, uneven_fix)
+    where = "fs.state.match_rules"
+    owner = None if mesh is None else as_mesh(mesh, where)
+    return matched_partitions(where, read_placements(rules, owner), tree, owner, uneven_fix)
 
 
 def matched_partitions(
@@ -258,8 +267,8 @@ def tree_shard(tree: Any, specs: Any, /, *, mesh: Mesh | None = None) -> Any:
     """
     where = "fs.state.tree_shard"
     leaves, treedef = flatten(tree)
-    layouts = broadcast_prefix(specs, tree, "specs", where)
     owner = None if mesh is None else as_mesh(mesh, where)
+    layouts = broadcast_prefix(read_placements(specs, owner), tree, "specs", where)
     if owner is None and any(isinstance(layout, PartitionSpec) for layout in layouts):
         fail(where, "a P without a mesh", "the mesh of every P must be given",
              "mesh=fs.Mesh(dp=2, tp=4)")  # fmt: skip
@@ -317,6 +326,8 @@ def tree_reshard(tree: Any, specs: Any, /, **options: Any) -> Any:
     f32[4,2@x]
     """
     leaves, treedef = flatten(tree)
+    mesh = next((leaf.mesh for leaf in leaves if isinstance(leaf, Sharded)), None)
+    specs = read_placements(specs, mesh)
     layouts = broadcast_prefix(specs, tree, "specs", "fs.state.tree_reshard")
     indices = [
         i for i, (leaf, layout) in enumerate(zip(leaves, layouts, strict=True))

@@ -15,7 +15,13 @@ from fshard.layout.mesh import Mesh, as_mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.sharded import Sharded
 from fshard.layout.spec import Spec
-from fshard.layout.tree import broadcast_prefix, flatten, leaf_names, unflatten
+from fshard.layout.tree import (
+    broadcast_prefix,
+    flatten,
+    leaf_names,
+    read_placements,
+    unflatten,
+)
 from fshard.run.creation import create_pair
 from fshard.state.checkpoints.checkpoint_index import (
     HUGGING_FACE_INDEX,
@@ -77,6 +83,7 @@ def load(
     stored = index.tree
     check_files(reader.directory, index.files, WHERE)
     owner = None if mesh is None else as_mesh(mesh, WHERE)
+    specs = read_placements(specs, owner)
     if are_rules(specs):
         specs = match_rules(specs, stored, mesh=owner)
     layouts, leaves, treedef = _matched(specs, stored)

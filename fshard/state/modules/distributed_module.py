@@ -21,7 +21,7 @@ from fshard.layout.mesh import Axes, Mesh, as_axes, as_mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.sharded import Sharded
 from fshard.layout.spec import Spec
-from fshard.layout.tree import broadcast_prefix
+from fshard.layout.tree import broadcast_prefix, read_placements
 from fshard.partition.partition import Partition
 from fshard.partition.partition import partition as partition_function
 from fshard.program.cost.topology import Topology
@@ -233,7 +233,14 @@ def distribute_module(
              "fs.partition(fn, mesh=mesh, ...) of a function")  # fmt: skip
     form = functional(module)
     styled = styled_modules(WHERE, module, styles or {})
-    specs = _layouts(form, mesh, partition, styled, as_axes(fsdp, f"{WHERE}: fsdp"), uneven)
+    specs = _layouts(
+        form,
+        mesh,
+        read_placements(partition, mesh),
+        styled,
+        as_axes(fsdp, f"{WHERE}: fsdp"),
+        uneven,
+    )
     held = (*as_axes(hold, f"{WHERE}: hold"), *(a for item in styled for a in item.style.axes))
     part = partition_function(
         _on_state(form.fn, styled), mesh=mesh, params=(*specs, PartitionSpec()), in_specs=in_specs,

@@ -14,7 +14,14 @@ from fshard._util.errors import Problem, raise_if
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.sharded import Sharded
 from fshard.layout.spec import Spec
-from fshard.layout.tree import broadcast_prefix, flatten, flatten_up_to, leaf_names, unflatten
+from fshard.layout.tree import (
+    broadcast_prefix,
+    flatten,
+    flatten_up_to,
+    leaf_names,
+    read_placements,
+    unflatten,
+)
 from fshard.run.global_tensors import shard
 from fshard.state.factories import zeros
 from fshard.state.local_updates import map_locals
@@ -127,7 +134,7 @@ class Optimizer:
     def _layouts(self, where: str, params: Any, specs: Sequence[Spec]) -> list[Spec]:
         """Return the spec of every parameter while it is updated: sharded or invariant."""
         layouts = [None] * len(specs) if self.specs is None else broadcast_prefix(
-            self.specs, params, "specs", where)  # fmt: skip
+            read_placements(self.specs, specs[0].mesh), params, "specs", where)  # fmt: skip
         return [
             layout if isinstance(layout, Spec)
             else invariant_spec(spec) if layout is None
