@@ -56,6 +56,9 @@ class DistributedModule:
         partition: the `fs.Partition` that runs, a function of `(params, buffers, key)`, the key
             None without draws, and of the module's arguments.
         module: the module of one device, unchanged.
+        styled: the submodules with a parallel style.
+
+    A copy and a pickle have the module, the state and the layouts, and no plans.
 
     >>> import torch
     >>> import fshard as fs
@@ -68,6 +71,12 @@ class DistributedModule:
     buffers: Tensors
     partition: Partition
     module: torch.nn.Module
+    styled: Sequence[StyledModule] = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        names = "mesh", "in_specs", "out_specs", "params", "topology", "hold"
+        options = {name: getattr(self.partition, name) for name in names}
+        return _rebuild, (self.module, self.styled, self.params, self.buffers, options)
 
     def __call__(
         self, params: Tensors, buffers: Tensors, /, *args: Any, **kwargs: Any
@@ -247,7 +256,16 @@ def distribute_module(
         out_specs=(out_specs, specs[1]), topology=topology, hold=tuple(dict.fromkeys(held)),
     )  # fmt: skip
     state = _initial(form, module, mesh, specs, key, init_fn)
-    return DistributedModule(*state, part, module)
+    return DistributedModule(*state, part, module, styled)
+
+
+def _rebuild(
+    module: torch.nn.Module, styled: Sequence[StyledModule], params: Tensors, buffers: Tensors,
+    options: dict[str, Any],
+) -> DistributedModule:  # fmt: skip
+    """Return a distributed module of a pickle."""
+    part = partition_function(_on_state(functional(module).fn, styled), **options)
+    return DistributedModule(params, buffers, part, module, styled)
 
 
 def _on_state(fn: Callable[..., Any], styled: Sequence[StyledModule]) -> Callable[..., Any]:
