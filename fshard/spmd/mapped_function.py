@@ -156,8 +156,7 @@ class MappedFunction:
         check: bool | str,
     ) -> None:
         self.fn, self.mesh, self.axis_names, self.check = fn, mesh, axis_names, check
-        self.in_specs = read_placements(in_specs, mesh)
-        self.out_specs = read_placements(out_specs, mesh)
+        self.in_specs, self.out_specs = (read_placements(x, mesh) for x in (in_specs, out_specs))
         self.redistribute_inputs = redistribute_inputs
         name = getattr(fn, "__name__", type(fn).__name__)
         self.where = f"{where.removeprefix('fs.')}({name})"
