@@ -19,4 +19,3 @@ def test_predicted_peaks_are_those_of_the_allocations() -> None:
     whole, sharded, again, *_ = (held for _, _, held in ranks[0].values())
     assert sharded["parameters"] * NPROC == whole["parameters"] == again["parameters"] * NPROC
     assert (whole["gathered"], sharded["gathered"]) == (0, 4_724_736)
-    assert again["gathered"] < sharded["gathered"]
