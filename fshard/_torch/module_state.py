@@ -7,6 +7,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from torch.nn.modules import module as all_modules
 
 CHILDREN = ("_parameters", "_buffers", "_modules")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -20,6 +21,7 @@ meta_getter: Callable[[torch.Tensor], tuple[Any, ...]] = attrgetter(
 
 
 def state_dictionaries(module: torch.nn.Module) -> list[dict[str, Any]]:
-    """Return the dictionaries of a module's children, tensors and hooks."""
+    """Return the dictionaries of a module's children, tensors and hooks, and of all modules'."""
     attributes = vars(module)
-    return [attributes[name] for name in (*CHILDREN, *HOOKS) if name in attributes]
+    own = [attributes[name] for name in (*CHILDREN, *HOOKS) if name in attributes]
+    return own + [getattr(all_modules, f"_global{name}") for name in HOOKS]

@@ -13,11 +13,12 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, repeat
 from operator import attrgetter, call, eq, is_, itemgetter, methodcaller
 from pathlib import Path
 from types import (
@@ -47,22 +48,31 @@ VALUES = (
     Spec,
 )  # fmt: skip
 """Types of immutable values, which are compared by value."""
-ALWAYS_NAMED = frozenset(
-    ("forward", "backward", "setup_context", "__call__", "__wrapped__", "fn", "func")
-)
-"""Names that calls of modules, of custom gradients and of wrapped functions read."""
+ALWAYS_NAMED = frozenset((
+    "forward", "backward", "setup_context", "__call__", "__wrapped__", "fn", "func", "data", "maps",
+))  # fmt: skip
+"""Names read by calls of modules, custom gradients and wrappers, and by classes of collections."""
 CONSTRUCTORS = frozenset(("__init__", "__new__", "__post_init__", "__init_subclass__"))
 _LIBRARIES = sys.stdlib_module_names | {"torch", "fshard", "numpy"}
 
-PLAIN_CONTAINERS = frozenset((dict, OrderedDict, list, deque, MappingProxyType))
-"""Types of containers that are true if they have items."""
+CONTAINERS: dict[type, tuple[Callable[..., Any], ...]] = {
+    OrderedDict: (OrderedDict.__len__, OrderedDict.__iter__, OrderedDict.values),
+    dict: (dict.__len__, dict.__iter__, dict.values),
+    MappingProxyType: (MappingProxyType.__len__, iter, MappingProxyType.values),
+    list: (list.__len__, list.__iter__),
+    deque: (deque.__len__, deque.__iter__),
+    set: (set.__len__, set.__iter__),
+}
+"""Mutable containers: their sizes, keys and items, whatever methods a subclass has."""
 
 Read = tuple[Callable[[Any], Any], Any, Any]
 """Function, its argument, and the value that it returned."""
 Columns = tuple[tuple[Any, ...], ...]
 """Functions, their arguments, and the values that they returned."""
 
+_ABSENT = object()
 _contents, _current = attrgetter("cell_contents"), methodcaller("get", None)
+_code, _bases = attrgetter("__code__"), attrgetter("__mro__")
 _defaults, _keyword_defaults = attrgetter("__defaults__"), attrgetter("__kwdefaults__")
 
 
@@ -124,7 +134,7 @@ class PythonState:
         walk = self.walk
         if walk is None or self.guard.holds():
             return False
-        logs = {id(x): x for x, size in walk.containers if len(x) > size}
+        logs = {id(x): x for length, x, size in walk.containers if length(x) > size}
         self.logs.update(logs)
         return bool(logs) and walk.guard(logs).holds()
 
@@ -136,9 +146,11 @@ class _Guard(NamedTuple):
         empty: containers that were empty.
         filled: other containers.
         sizes: their sizes.
-        getters: functions of containers to the tuples of items that were read.
+        namespaces: namespaces of objects, classes, modules and functions.
+        last: their last names; a name that is added is the last.
+        getters: functions of containers to the keys or items that were read, in their order.
         containers: the containers.
-        items: the items of all.
+        items: the keys and items of all, which are compared by identity.
         reads: functions, their arguments, and their values, which are compared by identity.
         contents: functions, objects, and their contents, which are compared by value.
     """
@@ -146,7 +158,9 @@ class _Guard(NamedTuple):
     empty: tuple[Any, ...]
     filled: tuple[Any, ...]
     sizes: list[int]
-    getters: tuple[Callable[[Any], tuple[Any, ...]], ...]
+    namespaces: tuple[Any, ...]
+    last: tuple[Any, ...]
+    getters: tuple[Callable[[Any], Any], ...]
     containers: tuple[Any, ...]
     items: tuple[Any, ...]
     reads: Columns
@@ -157,9 +171,11 @@ class _Guard(NamedTuple):
         try:
             items = chain.from_iterable(map(call, self.getters, self.containers))
             (readers, arguments, values), (getters, objects, contents) = self.reads, self.contents
+            last = map(next, map(reversed, self.namespaces), repeat(None))
             return (
                 not any(self.empty)
                 and [*map(len, self.filled)] == self.sizes
+                and all(map(is_, last, self.last))
                 and all(map(is_, items, self.items))
                 and all(map(is_, map(call, readers, arguments), values))
                 and all(map(eq, map(call, getters, objects), contents))
@@ -182,38 +198,41 @@ class _Walk:
         self.filter, self.names, self.logs = names, set(names), logs
         self.weak: set[int] = set()
         self.kinds: set[int] = set()
-        self.containers: list[tuple[Any, int]] = []
+        self.containers: list[Read] = []
         self.generators: list[Any] = []
         self.todo: list[Any] = []
         self.seen: dict[int, int] = {}
         self.objects: list[Any] = []
         self.items: list[Any] = []
-        self.sizes: list[tuple[Any, int]] = []
-        self.item_reads: list[tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = []
+        self.sizes: list[Read] = []
+        self.namespaces: dict[int, Any] = {}
+        self.item_reads: list[Read] = []
         self.reads: list[Read] = []
         self.contents: list[Read] = []
 
     def guard(self, logs: Collection[int] = ()) -> _Guard:
         """Return the guard of what was read, but for the containers with ids in `logs`."""
-        empty: list[tuple[Any, int]] = []
-        filled: list[tuple[Any, int]] = []
-        for container, size in self.sizes:
-            if id(container) not in logs:
-                is_empty = not size and type(container) in PLAIN_CONTAINERS
-                (empty if is_empty else filled).append((container, size))
-        rows = [row for row in self.item_reads if id(row[0]) not in logs]
-        reads, contents = (
+        sizes, rows, reads, contents = (
             [read for read in reads if id(read[1]) not in logs]
-            for reads in (self.reads, self.contents)
+            for reads in (self.sizes, self.item_reads, self.reads, self.contents)
         )
+        empty, filled = [], []
+        for length, container, size in sizes:
+            if type(container).__len__ is not length:  # a subclass has another one
+                contents.append((length, container, size))
+            elif size or type(container) not in CONTAINERS:
+                filled.append((container, size))
+            else:  # which is false
+                empty.append(container)
         return _Guard(
-            tuple([container for container, _ in empty]),
+            tuple(empty),
             tuple([container for container, _ in filled]),
             [size for _, size in filled],
-            # Of a key alone an `itemgetter` returns no tuple.
-            tuple([itemgetter(*keys, keys[0]) for _, keys, _ in rows]),
-            tuple([container for container, *_ in rows]),
-            tuple([value for *_, values in rows for value in (*values, values[0])]),
+            tuple(self.namespaces.values()),
+            tuple([next(reversed(names), None) for names in self.namespaces.values()]),
+            tuple([getter for getter, *_ in rows]),
+            tuple([container for _, container, _ in rows]),
+            tuple([value for *_, values in rows for value in values]),
             _columns(reads),
             _columns(contents),
         )
@@ -234,9 +253,10 @@ class _Walk:
     def read_all(self, container: Any, keys: Sequence[Any]) -> None:
         """Record reads of the items of a container, and visit them later."""
         if keys:
-            values = tuple([container[key] for key in keys])
-            self.item_reads.append((container, tuple(keys), values))
-            self.todo += values
+            getter = itemgetter(*keys, keys[0])  # of a key alone it returns no tuple
+            values = getter(container)
+            self.item_reads.append((getter, container, values))
+            self.todo += values[:-1]
 
     def compare(self, getter: Callable[[Any], Any], value: Any) -> None:
         """Record the contents of an object, which are compared by value."""
@@ -244,10 +264,11 @@ class _Walk:
         self.items.append(contents)
         self.contents.append((getter, value, contents))
 
-    def read_size(self, container: Any) -> None:
-        """Record the size of a container, where attributes may be added that are not in the key."""
-        if len(container) <= MAX_ITEMS:
-            self.sizes.append((container, len(container)))
+    def read_names(self, namespace: Any) -> None:
+        """Record the size and the last name of a namespace: a name that is added may be read."""
+        if id(namespace) not in self.namespaces:
+            self.namespaces[id(namespace)] = namespace
+            self.sizes.append((type(namespace).__len__, namespace, len(namespace)))
 
     def visit(self, value: Any) -> None:
         """Add one value to the key, and what can be read of it to the work."""
@@ -266,19 +287,16 @@ class _Walk:
         if isinstance(value, torch.Tensor):
             self.items.append(id(value))
             self.compare(meta_getter, value)
-        elif isinstance(value, dict) and type(value).__getitem__ is dict.__getitem__:
-            self.read_items(value, value)
-        elif isinstance(value, list | deque):
-            self.read_items(value, range(len(value)))
-        elif isinstance(value, MappingProxyType):
-            self.read_items(value, value)
-        elif isinstance(value, tuple):
+        elif isinstance(value, tuple(CONTAINERS)):
+            self.visit_container(value)
+        elif isinstance(value, tuple | frozenset):
             self.items.append(len(value))
-            self.todo += value[:MAX_ITEMS]
-        elif isinstance(value, set | frozenset):
-            self.containers.append((value, len(value)))
+            self.todo += [*value][:MAX_ITEMS]
+            if type(value) is not tuple:
+                self.visit_attributes(value)
+        elif isinstance(value, bytearray | array):
             if len(value) <= MAX_ITEMS:
-                self.compare(frozenset, value)
+                self.compare(repr, value)
         elif isinstance(value, FunctionType):
             self.visit_function(value)
         elif isinstance(value, MethodType):
@@ -304,6 +322,7 @@ class _Walk:
         elif isinstance(value, ModuleType):
             self.items.append(id(value))
             if not _is_library(value.__name__):
+                self.read_names(vars(value))
                 self.read_named(vars(value))
         elif isinstance(value, type):  # which the code may call
             self.items.append(id(value))
@@ -312,14 +331,21 @@ class _Walk:
         else:
             self.visit_object(value)
 
-    def read_items(self, container: Any, keys: Any) -> None:
-        """Read the items of a dict or a sequence, unless there are too many."""
-        self.items.append(len(container))
-        self.containers.append((container, len(container)))
-        self.read_size(container)
-        if len(container) <= MAX_ITEMS:
-            self.items += [key if isinstance(key, VALUES) else id(key) for key in keys]
-            self.read_all(container, [*keys])
+    def visit_container(self, container: Any) -> None:
+        """Visit the keys and items of a container in their order, unless there are too many."""
+        kind = next(kind for kind in CONTAINERS if isinstance(container, kind))
+        length, *getters = CONTAINERS[kind]
+        size = length(container)
+        self.items.append(size)
+        self.containers.append((length, container, size))
+        if type(container) not in CONTAINERS:
+            self.visit_attributes(container)
+        if size <= MAX_ITEMS:
+            self.sizes.append((length, container, size))
+            for getter in getters if size else ():
+                values = tuple(getter(container))
+                self.item_reads.append((getter, container, values))
+                self.todo += values
 
     def read_named(self, attributes: Any) -> None:
         """Read the items of a namespace that the code names."""
@@ -329,11 +355,13 @@ class _Walk:
 
     def visit_function(self, function: FunctionType) -> None:
         """Visit the code, defaults, cells and named globals of a function, and its attributes."""
-        self.items.append(id(function.__code__))
-        self.objects.append(function.__code__)
+        code = function.__code__
+        self.items.append(id(code))
+        self.objects.append(code)
         if id(function) in self.weak:  # its reads must not keep it alive
             self.todo += (function.__defaults__, function.__kwdefaults__)
         else:
+            self.reads.append((_code, function, code))
             self.read(_defaults, function, function.__defaults__)
             self.read(_keyword_defaults, function, function.__kwdefaults__)
         for cell in function.__closure__ or ():
@@ -346,19 +374,23 @@ class _Walk:
         self.read_named(vars(function))
         namespace = function.__globals__
         if not _is_library(namespace.get("__name__")):  # a wrapper has the `__module__` it wraps
-            names = _names_in(function.__code__)
+            names = _names_in(code)
             self.names |= names
-            self.read_all(namespace, sorted(global_names(function.__code__) & namespace.keys()))
+            present = sorted(global_names(code) & namespace.keys())
+            self.items += present
+            self.read_names(namespace)
+            self.read_all(namespace, present)
             for name in sorted(names & sys.modules.keys()):  # imported in the function
                 self.todo.append(sys.modules[name])
 
     def visit_class(self, kind: type) -> None:
         """Visit the named attributes of a class and its bases; PyTorch's add names."""
+        self.reads.append((_bases, kind, kind.__mro__))
         for base in kind.__mro__:
             if base in BASE_CLASSES:
                 continue
             if not _is_library(base.__module__):
-                self.read_size(vars(base))
+                self.read_names(vars(base))
                 self.read_named(vars(base))
             elif issubclass(base, torch.nn.Module):
                 for name in self.filter & vars(base).keys():
@@ -379,23 +411,29 @@ class _Walk:
                         self.todo.append(function)
 
     def visit_object(self, value: Any) -> None:
-        """Visit the named attributes of an object, and those of its class."""
+        """Visit an object that is compared by identity."""
         self.items.append(id(value))
         if is_generator(value):
             self.generators.append(value)
-        attributes = getattr(value, "__dict__", None)
-        if isinstance(attributes, dict):
-            self.read_size(attributes)
-            self.read_named(attributes)
         if isinstance(value, torch.nn.Module):
             for dictionary in state_dictionaries(value):
                 self.todo.append(dictionary)
-        for name in _slots(type(value)):
-            if name in self.filter and hasattr(value, name) and id(value) not in self.weak:
-                self.read(attrgetter(name), value, getattr(value, name))
         if type(value).__module__ == "numpy" and getattr(value, "size", MAX_ITEMS + 1) <= MAX_ITEMS:
-            self.compare(methodcaller("tobytes"), value)
-        kind = type(value)
+            self.compare(_array_contents, value)
+        self.visit_attributes(value)
+
+    def visit_attributes(self, value: Any) -> None:
+        """Visit the named attributes of an object, and those of its class."""
+        kind, is_weak = type(value), id(value) in self.weak
+        attributes = getattr(value, "__dict__", None)
+        if isinstance(attributes, dict):
+            self.read_names(attributes)
+            self.read_named(attributes)
+        for name in () if is_weak else _slots(kind):
+            if name in self.filter:
+                self.read(_slot_reader(name), value, getattr(value, name, _ABSENT))
+        if not is_weak:
+            self.reads.append((type, value, kind))
         if id(kind) not in self.kinds:  # not in `seen`: the code may call the class, too
             self.kinds.add(id(kind))
             self.objects.append(kind)
@@ -426,6 +464,16 @@ def _names_in(code: CodeType) -> frozenset[str]:
         elif isinstance(const, CodeType):
             names |= _names_in(const)
     return frozenset(names)
+
+
+@functools.lru_cache(maxsize=4096)
+def _slot_reader(name: str) -> Callable[[Any], Any]:
+    """Return a function of objects to an attribute, `_ABSENT` without it."""
+    return lambda value: getattr(value, name, _ABSENT)
+
+
+def _array_contents(value: Any) -> tuple[Any, ...]:
+    return value.dtype, value.shape, value.tobytes()
 
 
 def _slots(kind: type) -> Iterator[str]:

@@ -20,12 +20,10 @@ import torch
 from torch.func import functional_call
 
 import fshard as fs
-from fshard import Mesh
-from fshard.partition.partition import Partition
 from fshard.partition.python_state import PythonState
 from tests.helpers.ops.block_cases import traces_of
+from tests.partition.state.state_checks import MESH, check_sees
 
-MESH = Mesh(dp=2)
 scale: Any = 2.0
 table = {"shift": 1.0}
 
@@ -35,19 +33,6 @@ def _restore_globals() -> Any:
     yield
     set_scale(2.0)
     table["shift"] = 1.0
-
-
-def check_sees(fn: Callable[..., Any], change: Callable[[], Any], *args: Any) -> Partition:
-    """Assert that a change is seen, and that the change alters the result."""
-    args = args or (torch.arange(1.0, 5.0),)
-    part = fs.partition(fn, mesh=MESH)
-    before = part(*args)
-    torch.testing.assert_close(before, fn(*args))
-    change()
-    after = part(*args)
-    torch.testing.assert_close(after, fn(*args))
-    assert before.dtype != after.dtype or not torch.equal(before, after)
-    return part
 
 
 def test_eval_and_train_of_a_closed_over_module_are_seen_and_cached() -> None:
@@ -339,7 +324,7 @@ def test_globals_of_installed_packages_are_not_followed() -> None:
     state = PythonState(lambda x: (x, package.raises))
     state.key()
     assert state.walk is not None
-    items = [key for _, keys, _ in state.walk.item_reads for key in keys]
+    items = [value for *_, values in state.walk.item_reads for value in values]
     assert 0 < len(items) + len(state.walk.reads) < 30
 
 

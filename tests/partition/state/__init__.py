@@ -1,0 +1,1 @@
+"""Tests of guards of Python state."""
