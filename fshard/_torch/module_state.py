@@ -20,6 +20,12 @@ meta_getter: Callable[[torch.Tensor], tuple[Any, ...]] = attrgetter(
 """Return what a trace depends on of a tensor that it closes over."""
 
 
+def children(module: torch.nn.Module) -> dict[str, Any]:
+    """Return the parameters, buffers and submodules of a module itself by name, `None` included."""
+    attributes = vars(module)
+    return {name: x for kind in CHILDREN for name, x in attributes[kind].items()}
+
+
 def state_dictionaries(module: torch.nn.Module) -> list[dict[str, Any]]:
     """Return the dictionaries of a module's children, tensors and hooks, and of all modules'."""
     attributes = vars(module)

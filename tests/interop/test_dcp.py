@@ -164,6 +164,16 @@ def test_any_layout_is_saved(tmp_path_factory: pytest.TempPathFactory, spec: Spe
     assert torch.equal(target["a"][0], x)
 
 
+@pytest.mark.parametrize(
+    "tree", [{}, [], torch.arange(4), 3], ids=["dict", "list", "tensor", "int"]
+)
+def test_trees_of_one_item_load(tree: Any, tmp_path: Path) -> None:
+    fs.interop.save_dcp(tmp_path, tree)
+    loaded = fs.state.load(tmp_path)
+    assert type(loaded) is type(tree)
+    assert torch.equal(loaded, tree) if isinstance(tree, torch.Tensor) else loaded == tree
+
+
 def test_empty_containers_are_kept(tmp_path: Path) -> None:
     tree = {"a": [{}, {"w": torch.ones(2)}], "b": {}, "c": [], "d": {"e": {}}}
     fs.interop.save_dcp(tmp_path, tree)

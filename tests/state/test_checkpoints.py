@@ -410,6 +410,7 @@ def pair() -> fs.Sharded:
 BAD_SAVES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "object": (lambda d: fs.state.save(d, {"f": print}), "f: a builtin_function_or_method"),
     "int key": (lambda d: fs.state.save(d, {1: pair()}), "the keys of dicts must be strings"),
+    "int key, empty": (lambda d: fs.state.save(d, {"a": [{1: {}}]}), r"the key 1 of a\.0\.1"),
     "same names": (lambda d: fs.state.save(d, {"a.b": 1, "a": {"b": 2}}), "two leaves of the name"),
     "unreduced": (
         lambda d: fs.state.save(d, [fs.shard(torch.ones(2), Mesh(x=2), P(unreduced={"x"}))]),

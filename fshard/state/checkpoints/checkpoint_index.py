@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from fshard._util.errors import Problem, fail, raise_if
-from fshard.layout.tree import flatten, leaf_paths
+from fshard.layout.tree import flatten, plain_containers
 
 FORMAT, VERSION = "fshard", 1
 INDEX = "index.json"
@@ -215,8 +214,18 @@ def check_names(where: str, tree: Any, names: Sequence[str], leaves: Sequence[An
     ]  # fmt: skip
     problems += [
         Problem(f"the key {key!r} of {name}", "the keys of dicts must be strings", f"{str(key)!r}")
-        for name, path in zip(names, leaf_paths(tree), strict=True)
-        for kind, key in path
-        if not issubclass(kind, list | tuple | deque) and not isinstance(key, str)
+        for name, key in _foreign_keys("", plain_containers(tree, names))
     ]  # fmt: skip
     raise_if(where, problems)
+
+
+def _foreign_keys(name: str, node: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the key of all items of dicts whose keys are not strings."""
+    is_dict = isinstance(node, dict)
+    if not is_dict and not isinstance(node, list | tuple):
+        return
+    for key, child in node.items() if is_dict else enumerate(node):
+        path = f"{name}.{key}".removeprefix(".")
+        if is_dict and not isinstance(key, str):
+            yield path, key
+        yield from _foreign_keys(path, child)

@@ -163,7 +163,10 @@ def _nested(leaves: Mapping[str, Any], paths: Mapping[str, Sequence[Any]]) -> An
     """Return the dicts and lists that DCP has flattened; without paths a dict by name."""
     root: dict[Any, Any] = {}
     for name, leaf in leaves.items():
-        *parents, last = paths.get(name, (name,))
+        path = paths.get(name, (name,))
+        if not path:
+            return leaf  # the only one: a tree without containers, or an empty one
+        *parents, last = path
         node = root
         for key in parents:
             node = node.setdefault(key, {})

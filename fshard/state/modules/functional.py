@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fshard._torch.module_state import children
 from fshard._util.errors import Problem, raise_if
 from fshard.partition.arguments import with_tied_names
 
@@ -52,7 +53,7 @@ def functional(module: torch.nn.Module, /) -> Functional:
 
     Raises:
         ShardingError: from the call, if a name is missing or unknown, or if the module creates a
-            buffer that it did not have.
+            parameter, a buffer or a submodule that it did not have.
 
     After `torch.func.functional_call`, which it calls; the pair of results is `flax`'s
     `apply(..., mutable=["batch_stats"])`.
@@ -73,7 +74,7 @@ def functional(module: torch.nn.Module, /) -> Functional:
         copies = {name: x.clone() for name, x in buffers.items()}
         values = with_tied_names(module, {**params, **copies})
         # It writes into `values` the buffers that the module replaces.
-        with _no_new_buffers(where, module):
+        with _no_new_children(where, module):
             output = torch.func.functional_call(module, values, args, kwargs, tie_weights=False)
         return output, {name: values[name] for name in buffers}
 
@@ -83,26 +84,37 @@ def functional(module: torch.nn.Module, /) -> Functional:
 
 
 @contextmanager
-def _no_new_buffers(where: str, module: torch.nn.Module) -> Iterator[None]:
-    """Remove buffers that the block adds to a module or to one of its submodules, and raise."""
-    modules = dict(module.named_modules())
-    before = {path: {name for name, _ in m.named_buffers(recurse=False)}
-              for path, m in modules.items()}  # fmt: skip
+def _no_new_children(where: str, module: torch.nn.Module) -> Iterator[None]:
+    """Remove tensors and submodules that the block adds to a module or a submodule, and raise."""
+    before = {path: (m, children(m)) for path, m in module.named_modules()}
     created = []
     try:
         yield
     finally:
-        for path, submodule in modules.items():
-            for name, x in [*submodule.named_buffers(recurse=False)]:
-                if name not in before[path]:
+        for path, (submodule, old) in before.items():
+            for name, x in children(submodule).items():
+                if x is not None and old.get(name) is None:
                     created.append((f"{path}.{name}".removeprefix("."), x))
-                    setattr(submodule, name, None)
+                    if name in old:
+                        setattr(submodule, name, None)
+                    else:
+                        delattr(submodule, name)
     raise_if(where, [
-        Problem(f"a call that creates the buffer {name} of shape {tuple(x.shape)}",
-                "buffers must be tensors before the call, to be arguments and results of it",
-                "one call of the module itself before fs.state.functional, which creates it")
+        Problem(f"a call that creates the {_kind(name, x)}",
+                "parameters, buffers and submodules must be there before the call, to be "
+                "arguments and results of it",
+                "one call of the module itself before fs.state.functional, which creates "
+                f"{name}")
         for name, x in created
     ])  # fmt: skip
+
+
+def _kind(name: str, x: torch.Tensor | torch.nn.Module) -> str:
+    """Return what a child is, with its name and its shape or type."""
+    if isinstance(x, torch.nn.Module):
+        return f"submodule {name}, a {type(x).__name__}"
+    kind = "parameter" if isinstance(x, torch.nn.Parameter) else "buffer"
+    return f"{kind} {name} of shape {tuple(x.shape)}"
 
 
 def _signature(module: torch.nn.Module) -> inspect.Signature:

@@ -117,6 +117,39 @@ def test_buffers_that_a_call_creates_are_refused_and_removed() -> None:
     assert torch.equal(fn(params, buffers, torch.ones(4, 2))[0], torch.ones(4, 2))
 
 
+class LazyParts(nn.Module):
+    """Module whose parameters and submodules are created by the first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_parameter("scale", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.scale is None:
+            self.scale = nn.Parameter(torch.ones(2))
+        if not hasattr(self, "norm"):
+            self.norm = nn.BatchNorm1d(2)
+            self.register_buffer("shift", torch.zeros(2))
+        y: torch.Tensor = self.norm(self.scale * x + self.shift)
+        return y
+
+
+def test_parameters_and_submodules_that_a_call_creates_are_refused_and_removed() -> None:
+    module = LazyParts()
+    fn, params, buffers = fs.state.functional(module)
+    with pytest.raises(fs.ShardingError, match=r"parameter scale of shape \(2,\)") as caught:
+        fn(params, buffers, torch.ones(4, 2))
+    assert "the submodule norm, a BatchNorm1d" in str(caught.value)
+    assert "the buffer shift" in str(caught.value)
+    assert [*module.modules()] == [module]
+    assert module.scale is None
+    assert not hasattr(module, "shift")
+    expected = module(noise(4, 2).float())
+    fn, params, buffers = fs.state.functional(module)
+    assert sorted(params) == ["norm.bias", "norm.weight", "scale"]
+    assert torch.equal(fn(params, buffers, noise(4, 2).float())[0], expected)
+
+
 def test_missing_and_unknown_names_are_refused() -> None:
     fn, params, _ = fs.state.functional(TiedLanguageModel())
     wrong = {"out.weight": params["embed.weight"]}
