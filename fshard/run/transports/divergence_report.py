@@ -10,15 +10,19 @@ import itertools
 import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple
 
 import torch
 
+from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import ShardingError
 from fshard._util.text import one_line
 from fshard._util.tracebacks import is_users
 from fshard.layout.mesh import Mesh
+from fshard.layout.partition_spec import LINEAR
+from fshard.layout.spec import Spec
 from fshard.run.transports.base import (
     CHECKED,
     LABEL,
@@ -102,8 +106,19 @@ def backward_label() -> Label | None:
         return None
     line = label.line or _line(sys._getframe())
     name, mesh = f"backward of {label.name}", label.mesh
-    ends = tuple(spec.dual for spec in reversed(label.ends))
+    ends = _gradient_ends(label.ends)
     return Label(name, mesh, line, checked, label.arguments, label.shapes, ends, MODULE.get())
+
+
+@lru_cache(maxsize=CACHE_SIZE)
+def _gradient_ends(ends: tuple[Spec, ...]) -> tuple[Spec, ...]:
+    """Return the source and target of a program's gradient; () for reductions without transpose."""
+    linear = all(
+        kind in LINEAR and (spec.dtype.is_floating_point or spec.dtype.is_complex)
+        for spec in ends
+        for _, kind in (*spec.partition.unreduced_kinds, *spec.partition.reduced_kinds)
+    )
+    return tuple(spec.dual for spec in reversed(ends)) if linear else ()
 
 
 def raise_line(traceback: TracebackType | None) -> str:
