@@ -276,6 +276,9 @@ class _RecordedNode(_RankNode):
             known if known is not None and known > level else here
             for known, here in zip(inner, _levels(duals), strict=True)
         ]
+        if any(known is not None and known > level for known in call.levels):
+            # Gradients within have tangents for these: under a `vmap` outside, one for each element.
+            levels = [max(x or 0, level) if i in columns else x for i, x in enumerate(levels)]
         results = _differentiable(call.with_tangents(columns, tuple(levels)), duals)
         half = len(results[0]) // 2
         ys = [y for results_ in results for y in results_[:half]]
