@@ -22,8 +22,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 __all__ = [
     "FAKE_TENSOR_LOGGER", "DataDependentOutputException", "DynamicOutputShapeException",
     "FakeTensor", "FakeTensorMode", "FunctionalTensor", "depends_on_inputs", "from_functional",
-    "functional_mode", "is_recording", "is_recording_below_autograd", "shares_memory",
-    "sync_functional", "to_functional",
+    "functional_mode", "is_recording", "is_recording_below_autograd",
+    "recording_differentiably", "shares_memory", "sync_functional", "to_functional",
 ]  # fmt: skip
 
 FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
@@ -57,6 +57,26 @@ def depends_on_inputs(x: torch.Tensor) -> bool:
 def is_recording_below_autograd() -> bool:
     """Return True while `make_fx` records operations as they are dispatched; fast in other code."""
     return torch._C._len_torch_dispatch_stack() > 0 and is_recording()
+
+
+def recording_differentiably() -> AbstractContextManager[Any]:
+    """Record operations that are differentiable everywhere in the graph that `make_fx` records.
+
+    Custom functions detach tensors below autograd, where the derivatives of a function that
+    `torch.func.linearize` returns would end; `vmap` does not map lazy copies. What a user detaches
+    has no tangent, and so is not in that graph.
+    """
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    mode: Any = get_proxy_mode()
+    aten: Any = torch.ops.aten
+    replaced = {
+        aten.detach.default: aten.alias.default, aten._lazy_clone.default: aten.clone.default,
+    }  # fmt: skip
+    context: AbstractContextManager[Any] = mode.enable_decompositions(
+        {**mode.decomposition_table, **replaced}
+    )
+    return context
 
 
 def functional_mode(*, pre_dispatch: bool) -> AbstractContextManager[Any]:

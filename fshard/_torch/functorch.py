@@ -21,6 +21,8 @@ from torch._functorch.pyfunctorch import (
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
+from fshard._torch.fake_tensors import is_recording_below_autograd, recording_differentiably
+
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 transform_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level
 """Level of the innermost running transform of `torch.func`, None outside of all."""
@@ -119,6 +121,13 @@ def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
     """
     if torch.compiler.is_compiling():
         return function.apply(*args)
+    if forward_ad._current_level >= 0 and is_recording_below_autograd():
+        with recording_differentiably():
+            return _apply_now(function, args)
+    return _apply_now(function, args)
+
+
+def _apply_now(function: type[torch.autograd.Function], args: Sequence[Any]) -> Any:
     unwrapped = [unwrap_if_dead(x) if isinstance(x, torch.Tensor) else x for x in args]
     duals = getattr(function, "duals", None)
     if not transforms_active():

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from fshard._torch.fake_tensors import is_recording_below_autograd
+
 NATIVE = {
     torch.float64, torch.float32, torch.float16, torch.bfloat16,
     torch.int64, torch.int32, torch.int8, torch.uint8,
@@ -80,8 +82,9 @@ def reduced(xs: Sequence[torch.Tensor], reduction: str) -> torch.Tensor:
     dtype = total.dtype
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
     total = total.to(wide, copy=True)
+    out = None if is_recording_below_autograd() else total  # graphs with out= have no derivative
     for x in xs[1:]:
-        COMBINE[reduction](total, as_number(x, reduction)[0], out=total)
+        total = COMBINE[reduction](total, as_number(x, reduction)[0], out=out)
     return restore(total.to(dtype))
 
 

@@ -143,6 +143,7 @@ TRANSFORMS: dict[str, Callable[[Fn], Any]] = {
     "jacrev": lambda f: jacrev(f, (0, 1))(X, W),
     "jacfwd": lambda f: jacfwd(f, (0, 1))(X, W),
     "hessian": lambda f: hessian(lambda w: loss(f, X, w))(W),
+    "jacfwd of jacrev of another": lambda f: jacfwd(jacrev(lambda x, w: loss(f, x, w), 0), 1)(X, W),
     "jacrev of jacrev": lambda f: jacrev(jacrev(lambda w: f(X, w)))(W),
     "jacfwd of jacfwd": lambda f: jacfwd(jacfwd(lambda w: f(X, w)))(W),
     "jacrev of jacfwd": lambda f: jacrev(jacfwd(lambda w: f(X, w)))(W),

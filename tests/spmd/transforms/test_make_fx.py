@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.spmd.derivatives.recorded_cases import CASES, linear_problems, problems
+from tests.helpers.spmd.derivatives.recorded_cases import (
+    CASES,
+    derivative_problems,
+    linear_problems,
+    problems,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of linearize
 
@@ -16,3 +21,7 @@ def test_graphs_are_the_functions_of_all_ranks(name: str) -> None:
 
 def test_linearized_functions_are_derivatives() -> None:
     assert [text for name, case in CASES.items() for text in linear_problems(name, case)] == []
+
+
+def test_linearized_functions_have_derivatives() -> None:
+    assert [text for name, case in CASES.items() for text in derivative_problems(name, case)] == []

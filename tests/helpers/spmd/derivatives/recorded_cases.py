@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.func import grad, jvp, linearize, vmap
+from torch.func import grad, jvp, linearize, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fshard as fs
@@ -144,12 +144,37 @@ def problems(name: str, case: Recorded, *, on_rank: bool) -> list[str]:
 
 def linear_problems(name: str, case: Recorded) -> list[str]:
     """Return a text if `torch.func.linearize` of a function is not its derivative, repeatedly."""
-    warnings.simplefilter("ignore")
-    if name in ("autograd", "jvp"):  # PyTorch refuses `requires_grad_` and nested forward mode
+    derivative = linear_part(name, case)
+    if derivative is None:
         return []
-    derivative = linearize(lambda x: case.fn(x, W), X)[1]
     differences = [
         largest_difference(derivative(t), jvp(lambda x: case.fn(x, W), (X,), (t,))[1])
         for t in (OTHER, X, OTHER)
     ]
+    return [f"{name}: differs by {differences}"] if max(differences) > 1e-12 else []
+
+
+def linear_part(name: str, case: Recorded) -> Callable[[Tensor], Tensor] | None:
+    """Return the result of `torch.func.linearize` of a case, None if PyTorch refuses it."""
+    warnings.simplefilter("ignore")
+    if name in ("autograd", "jvp"):  # `requires_grad_` and nested forward mode
+        return None
+    derivative: Callable[[Tensor], Tensor] = linearize(lambda x: case.fn(x, W), X)[1]
+    return derivative
+
+
+def derivative_problems(name: str, case: Recorded) -> list[str]:
+    """Return a text if derivatives of a linearized function are not those of a linear function."""
+    derivative = linear_part(name, case)
+    if derivative is None or name == "vmap":  # its graph has batches of meta tensors, refused
+        return []
+    y, back = vjp(lambda x: case.fn(x, W), X)
+    loss = lambda t: (derivative(t) ** 2).sum()  # noqa: E731
+    pairs = [
+        (vjp(derivative, OTHER)[1](y.cos())[0], back(y.cos())[0]),
+        (jvp(derivative, (X,), (OTHER,))[1], derivative(OTHER)),
+        (vmap(derivative)(torch.stack([X, OTHER]))[1], derivative(OTHER)),
+        (vmap(grad(loss))(torch.stack([X, OTHER]))[1], 2 * back(derivative(OTHER))[0]),
+    ]
+    differences = [largest_difference(a, b) for a, b in pairs]
     return [f"{name}: differs by {differences}"] if max(differences) > 1e-12 else []
