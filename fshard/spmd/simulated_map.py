@@ -277,7 +277,7 @@ class _RecordedNode(_RankNode):
             for known, here in zip(inner, _levels(duals), strict=True)
         ]
         if any(known is not None and known > level for known in call.levels):
-            # Gradients within have tangents for these: under a `vmap` outside, one for each element.
+            # Gradients within have tangents for these: one for each element of a `vmap` outside.
             levels = [max(x or 0, level) if i in columns else x for i, x in enumerate(levels)]
         results = _differentiable(call.with_tangents(columns, tuple(levels)), duals)
         half = len(results[0]) // 2
