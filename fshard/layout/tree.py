@@ -68,10 +68,15 @@ def _is_leaf(value: object) -> bool:
 
 def flatten(tree: Any) -> tuple[list[Any], TreeDef]:
     """Return the leaves of a tree, `None` included, and its structure; pairs as `Sharded`."""
-    leaves, treedef = optree.tree_flatten(
-        tree, is_leaf=_is_leaf, none_is_leaf=True, namespace=NAMESPACE
-    )
+    leaves, treedef = optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
     kinds = {*map(type, leaves)}
+    if any(
+        issubclass(kind, Spec) for kind in kinds
+    ):  # perhaps a plain tuple (local, spec), which is one leaf
+        leaves, treedef = optree.tree_flatten(
+            tree, is_leaf=_is_leaf, none_is_leaf=True, namespace=NAMESPACE
+        )
+        kinds = {*map(type, leaves)}
     if not kinds <= _ATOMS and _register_containers(leaves, kinds - _ATOMS):
         return flatten(tree)
     if tuple in kinds:

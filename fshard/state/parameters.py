@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from functools import lru_cache
+from operator import attrgetter, is_
 from typing import Any, cast
 
 import torch
 
 from fshard._torch.fake_tensors import FakeTensorMode
+from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import Problem, did_you_mean, fail, raise_if
 from fshard.layout.mesh import Mesh, as_mesh
 from fshard.layout.partition_spec import PartitionSpec
@@ -28,6 +31,7 @@ from fshard.run.execute import check_local, check_shards
 from fshard.run.global_tensors import shard, unshard
 from fshard.run.transports.base import current_transport
 
+TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 Rules = Sequence[tuple[str, PartitionSpec | None]]
 """Pairs of a regular expression on paths and a partition, None for a leaf without one."""
 
@@ -169,7 +173,8 @@ def init(
     The function is traced and partitioned: its draws of `fs.random` create the shards of each rank
     alone, so that a model larger than the memory of one rank is initialised, with the same values
     on every layout. A `torch.nn.Module` that it constructs within `fs.random.keyed(key)` draws its
-    initial parameters so.
+    initial parameters so. Two functions of `torch.nn.init`, `orthogonal_` and `dirac_`, compute the
+    global tensor on every rank, which keeps its shard.
 
     Args:
         fn: function of the key, and of `args`, to a pytree of tensors.
@@ -344,6 +349,37 @@ def tree_reshard(tree: Any, specs: Any, /, **options: Any) -> Any:
     return unflatten(treedef, leaves)
 
 
+_spec_of, _local_of, _shape_of, _dtype_of = map(attrgetter, ("spec", "local", "shape", "dtype"))
+
+
+def _are_in_place(pairs: Sequence[Sharded], targets: tuple[Spec, ...], rank: int) -> bool:
+    """Return True if all pairs have their target's layout and locals of it, as is mostly so."""
+    specs = tuple(map(_spec_of, pairs))
+    if not (all(map(is_, specs, targets)) or _are_equal(specs, targets)):
+        return False
+    locals_ = [*map(_local_of, pairs)]
+    if not {*map(type, locals_)} <= TENSORS:
+        return False
+    return _shapes_and_dtypes(targets, rank) == (
+        [*map(_shape_of, locals_)], [*map(_dtype_of, locals_)]
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=CACHE_SIZE)
+def _are_equal(specs: tuple[Spec, ...], targets: tuple[Spec, ...]) -> bool:
+    return specs == targets
+
+
+@lru_cache(maxsize=CACHE_SIZE)
+def _shapes_and_dtypes(
+    specs: tuple[Spec, ...], rank: int
+) -> tuple[list[torch.Size], list[torch.dtype]] | None:
+    """Return the shapes and the dtypes of a rank's locals, None if a spec lacks the rank."""
+    if not all(rank in spec.mesh for spec in specs):
+        return None
+    return [torch.Size(spec.local_shape(rank)) for spec in specs], [spec.dtype for spec in specs]
+
+
 def reshard_pairs(
     pairs: Sequence[Sharded], targets: Sequence[Spec], **options: Any
 ) -> list[Sharded]:
@@ -357,8 +393,10 @@ def reshard_pairs(
     Raises:
         ShardingError: a local is not of its spec, or no program exists.
     """
-    results, moved = [*pairs], []
     transport = current_transport()
+    if transport is not None and _are_in_place(pairs, tuple(targets), transport.rank):
+        return [*pairs]
+    results, moved = [*pairs], []
     for i, (pair, target) in enumerate(zip(pairs, targets, strict=True)):
         if pair.spec is not target and pair.spec != target:
             moved.append(i)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
-from torch.optim.adam import adam as adam_kernel
 from torch.optim.sgd import sgd as sgd_kernel
 
+from fshard._torch.fused_updates import foreach_adamw, fused_adamw
 from fshard.layout.sharded import Sharded
 from fshard.layout.spec import Spec
 from fshard.state.optimizers.optimizer import Optimizer, Rate, Slots, rate_at
 from fshard.state.optimizers.option_checks import OptionChecks
 
 Tensors = list[torch.Tensor]
+MAX_GROUP = 2**17
+"""Bytes of parameters that one call of PyTorch updates on a CPU, unless one tensor has more."""
+_dtype_of, _device_of, _nbytes_of = map(attrgetter, ("dtype", "device", "nbytes"))
 
 
 def sgd(
@@ -86,7 +91,7 @@ def adamw(
         betas: decay of the means of gradients and of their squares.
         eps: added to the root of the mean of squares.
         weight_decay: decoupled decay of parameters, times the learning rate.
-        fused: choice of the kernel, as in `torch.optim.AdamW`.
+        fused: True for PyTorch's fused kernel; else several tensors are updated by each call.
         specs: layout of the state, see `fs.state.Optimizer`.
 
     Returns:
@@ -117,18 +122,42 @@ def adamw(
     def slots(spec: Spec) -> dict[str, Spec | None]:
         return {"mean": spec, "square": spec}
 
+    update, groups = (fused_adamw, _by_dtype) if fused else (foreach_adamw, _small_groups)
+
     def kernel(
         step: int, grads: Tensors, params: Tensors, means: Tensors, squares: Tensors
     ) -> None:
-        # The kernel counts the step itself, in one scalar a parameter.
-        device = params[0].device if fused else None
-        steps = [*torch.full((len(params),), step - 1.0, device=device).unbind()]
-        adam_kernel(params, grads, means, squares, [], steps, fused=fused, amsgrad=False,
-                    has_complex=any(p.is_complex() for p in params), beta1=betas[0], beta2=betas[1],
-                    lr=rate_at(lr, step), weight_decay=weight_decay, eps=eps, maximize=False,
-                    decoupled_weight_decay=True)  # fmt: skip
+        columns = [params, grads, means, squares]
+        if any(map(torch.is_complex, params)):
+            columns = [[torch.view_as_real(x) if x.is_complex() else x for x in xs]
+                       for xs in columns]  # fmt: skip
+        rate = rate_at(lr, step)
+        for group in groups(columns):
+            update(*group, step=step, lr=rate, beta1=betas[0], beta2=betas[1], eps=eps,
+                   weight_decay=weight_decay)  # fmt: skip
 
     return Optimizer("fs.state.adamw", slots, _on_locals(kernel), specs)
+
+
+def _by_dtype(columns: Sequence[Tensors]) -> Iterable[Sequence[Tensors]]:
+    """Return the columns of each dtype and device."""
+    kinds = [*zip(map(_dtype_of, columns[0]), map(_device_of, columns[0]), strict=True)]
+    if len({*kinds}) == 1:
+        return [columns]
+    return [[[x for x, other in zip(xs, kinds, strict=True) if other == kind] for xs in columns]
+            for kind in dict.fromkeys(kinds)]  # fmt: skip
+
+
+def _small_groups(columns: Sequence[Tensors]) -> Iterator[Sequence[Tensors]]:
+    """Yield consecutive parts of columns: on a CPU those that stay in its cache meanwhile."""
+    limit = MAX_GROUP if columns[0][0].device.type == "cpu" else math.inf
+    first, total = 0, 0
+    for index, nbytes in enumerate(map(_nbytes_of, columns[0])):
+        if total + nbytes > limit and index > first:
+            yield [xs[first:index] for xs in columns]
+            first, total = index, 0
+        total += nbytes
+    yield [xs[first:] for xs in columns]
 
 
 def _on_locals(kernel: Callable[..., None]) -> Any:
@@ -140,8 +169,10 @@ def _on_locals(kernel: Callable[..., None]) -> Any:
         for index in range(len(params[0].local)) if simulated else (None,):
             tensors = [[p.local if index is None else p.local[index] for p in column]
                        for column in columns]  # fmt: skip
-            rows = [row for row in zip(*tensors, strict=True) if row[0].numel()]
-            if rows:
-                kernel(step, *map(list, zip(*rows, strict=True)))
+            if not all(map(torch.numel, tensors[0])):
+                rows = [row for row in zip(*tensors, strict=True) if row[0].numel()]
+                tensors = [*map(list, zip(*rows, strict=True))]
+            if tensors:
+                kernel(step, *tensors)
 
     return run

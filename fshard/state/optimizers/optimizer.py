@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from fshard.layout.tree import (
 from fshard.run.global_tensors import shard
 from fshard.state.factories import zeros
 from fshard.state.local_updates import map_locals
-from fshard.state.parameters import reshard_pairs
+from fshard.state.parameters import TENSORS, reshard_pairs
 
 Rate = float | Callable[[int], float]
 """Learning rate, or a function of the number of the step, from 1, to it."""
@@ -104,7 +106,7 @@ class Optimizer:
         where = f"{self.name}.update"
         leaves, treedef = flatten(params)
         _check_pairs(where, params, leaves, Sharded)
-        specs = [leaf.spec for leaf in leaves]
+        specs = [*map(_spec_of, leaves)]
         layouts = self._layouts(where, params, specs)
         columns = {
             name: flatten_up_to(treedef, params, tree, ("params", f"state[{name!r}]"), where)
@@ -116,9 +118,8 @@ class Optimizer:
             gradients = reshard_pairs(gradients, layouts)
             working = reshard_pairs(leaves, layouts)
             count = len(leaves)
-            pairs = [*working, *(pair for column in columns.values() for pair in column)]
-            owned = iter(_owned([pair for pair in pairs if pair is not None], donate=donate))
-            owned_pairs: list[Any] = [None if pair is None else next(owned) for pair in pairs]
+            pairs = [*working, *chain.from_iterable(columns.values())]
+            owned_pairs = _owned(pairs, donate=donate)
             working = owned_pairs[:count]
             slots = {name: owned_pairs[count * i : count * (i + 1)]
                      for i, name in enumerate(columns, 1)}  # fmt: skip
@@ -133,8 +134,11 @@ class Optimizer:
 
     def _layouts(self, where: str, params: Any, specs: Sequence[Spec]) -> list[Spec]:
         """Return the spec of every parameter while it is updated: sharded or invariant."""
-        layouts = [None] * len(specs) if self.specs is None else broadcast_prefix(
-            read_placements(self.specs, specs[0].mesh), params, "specs", where)  # fmt: skip
+        if self.specs is None:
+            return [*_invariant_specs(tuple(specs))]
+        layouts = broadcast_prefix(
+            read_placements(self.specs, specs[0].mesh), params, "specs", where
+        )
         return [
             layout if isinstance(layout, Spec)
             else invariant_spec(spec) if layout is None
@@ -144,6 +148,7 @@ class Optimizer:
 
 
 _P = PartitionSpec()
+_local_of, _spec_of, _requires_grad = map(attrgetter, ("local", "spec", "requires_grad"))
 
 
 @lru_cache(maxsize=CACHE_SIZE)
@@ -155,20 +160,28 @@ def invariant_spec(spec: Spec) -> Spec:
                 sizes={d: s for d, s in enumerate(spec.sizes) if s is not None})  # fmt: skip
 
 
-def _owned(pairs: Sequence[Sharded], *, donate: bool) -> list[Sharded]:
-    """Return pairs with locals that can be written."""
-    if donate and all(isinstance(pair.local, torch.Tensor) for pair in pairs):
-        return [
-            Sharded(pair.local.detach(), pair.spec) if pair.local.requires_grad else pair
-            for pair in pairs
-        ]
-    locals_ = map_locals(lambda xs: [x.clone() for x in xs], pairs)
-    return [Sharded(local, pair.spec) for local, pair in zip(locals_, pairs, strict=True)]
+@lru_cache(maxsize=CACHE_SIZE)
+def _invariant_specs(specs: tuple[Spec, ...]) -> tuple[Spec, ...]:
+    return tuple(map(invariant_spec, specs))
+
+
+def _owned(pairs: Sequence[Any], *, donate: bool) -> list[Any]:
+    """Return pairs with locals that can be written, None for None."""
+    filled = [pair for pair in pairs if pair is not None]
+    locals_ = [*map(_local_of, filled)]
+    if donate and {*map(type, locals_)} <= TENSORS:
+        if not any(map(_requires_grad, locals_)):
+            return [*pairs]
+        owned = [x.detach() for x in locals_]
+    else:
+        owned = map_locals(lambda xs: [x.clone() for x in xs], filled)
+    written = map(Sharded, owned, map(_spec_of, filled))
+    return [None if pair is None else next(written) for pair in pairs]
 
 
 def _check_pairs(where: str, tree: Any, leaves: Sequence[Any], kind: type) -> None:
     """Raise `ShardingError` for leaves that are not pairs (or specs)."""
-    if all(isinstance(leaf, kind) for leaf in leaves):
+    if {*map(type, leaves)} == {kind}:
         return  # without the names of the leaves
     raise_if(where, [
         Problem(f"{name}: {type(leaf).__name__}", "every leaf must be a pair (local, spec)",
