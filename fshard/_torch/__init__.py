@@ -15,7 +15,7 @@ cost no Python call.
 - `module_state`: children and dictionaries of modules, metas of tensors.
 - `symbolic_numbers`: numbers that are symbols in a trace.
 - `init_functions`: `torch.nn.init.trunc_normal_`.
-- `fused_updates`: steps of optimizers on lists of tensors.
+- `adamw_steps`: steps of AdamW on lists of tensors, by few calls.
 - `memory`: storages, results that must not alias arguments.
 - `saved_tensors`: hooks of saved tensors, references to storages.
 - `checkpointing`: `torch.utils.checkpoint`'s second forward pass.
