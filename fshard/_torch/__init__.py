@@ -10,12 +10,11 @@ cost no Python call.
 - `legacy_vmap`: batches of `torch.autograd.grad(is_grads_batched=True)`.
 - `modes`: function modes, dispatch modes.
 - `thread_state`: per-thread settings that move to another thread.
-- `operators`: `OpOverload`, schemas, decompositions, direct functions.
+- `operators`: `OpOverload`, schemas, decompositions, direct functions, steps of AdamW.
 - `fake_tensors`: fake tensors, functional tensors.
 - `module_state`: children and dictionaries of modules, metas of tensors.
 - `symbolic_numbers`: numbers that are symbols in a trace.
 - `init_functions`: `torch.nn.init.trunc_normal_`.
-- `adamw_steps`: steps of AdamW on lists of tensors, by few calls.
 - `memory`: storages, results that must not alias arguments.
 - `saved_tensors`: hooks of saved tensors, references to storages.
 - `checkpointing`: `torch.utils.checkpoint`'s second forward pass.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim.sgd import sgd as sgd_kernel
 
-from fshard._torch.adamw_steps import foreach_adamw, fused_adamw
+from fshard._torch.operators import foreach_adamw, fused_adamw
 from fshard.layout.sharded import Sharded
 from fshard.layout.spec import Spec
 from fshard.state.optimizers.optimizer import Optimizer, Rate, Slots, rate_at
