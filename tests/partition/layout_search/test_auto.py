@@ -21,7 +21,7 @@ from fshard.partition.layout_search.choice_search import (
     step_memory,
 )
 from fshard.partition.layout_search.variable_elimination import Labelling
-from tests.benchmarks import bench_auto
+from tests.benchmarks import bench_auto, bench_auto_models
 from tests.helpers.ops import blocks
 from tests.helpers.ops.block_cases import BLOCKS, mlp
 from tests.helpers.spec_grid import message
@@ -79,6 +79,25 @@ def test_at_most_5_percent_slower_than_by_hand(name: str, tight: bool) -> None:
     choice = fs.auto(fn, MESH, [p, x], memory=memory, seconds=5)
     assert choice.time <= 1.05 * best, (choice.explain(), hand)
     assert memory is None or choice.memory <= memory
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["MLP", "mixture of experts",
+     *(pytest.param(name, marks=pytest.mark.slow)
+       for name in ("GPT block", "Llama block", "UNet block"))],
+)  # fmt: skip
+def test_labels_are_never_slower_than_published_layouts(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FSDP, Megatron-LM, GSPMD's 2-D layout and T5X's rules, without a search beyond the labels."""
+    monkeypatch.setattr(choice_search, "MAX_EXHAUSTIVE", 0)
+    monkeypatch.setattr(choice_search, "MAX_STARTS", 0)
+    block, on = bench_auto_models.BLOCKS[name], fs.Topology.dgx_h100()
+    answer = fs.auto(block.function, bench_auto_models.MESH, list(block.arguments()), topology=on,
+                     seconds=120)  # fmt: skip
+    times = bench_auto_models.hand_times(block, bench_auto_models.MESH, on)
+    assert answer.bound <= answer.time <= min(times.values()) * (1 + 1e-9)
 
 
 def test_choice_runs_and_explains() -> None:
