@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 import os
-import re
 import sys
 from collections.abc import Mapping
 
@@ -26,17 +25,12 @@ import fshard as fs
 from fshard import P
 
 BATCH, LENGTH, WORDS = 16, 12, 24
-LAYOUTS = {
-    r"embed_tokens|lm_head": P("dp"),
-    r"[qkv]_proj|gate_proj|up_proj": P("tp", "dp"),
-    r"o_proj|down_proj": P("dp", "tp"),
-    r"norm": P("dp"),
-}
-
-
-def layout(name: str) -> fs.PartitionSpec:
-    """Return the layout of a parameter, by the first pattern in its name."""
-    return next(p for pattern, p in LAYOUTS.items() if re.search(pattern, name))
+LAYOUTS = [
+    (r".*(embed_tokens|lm_head)\.weight", P("dp")),
+    (r".*([qkv]_proj|gate_proj|up_proj)\.weight", P("tp", "dp")),
+    (r".*(o_proj|down_proj)\.weight", P("dp", "tp")),
+    (r".*norm\.weight", P("dp")),
+]
 
 
 def sentences(generator: torch.Generator) -> Tensor:
@@ -64,10 +58,9 @@ def main(steps: int) -> int:
         loss: Tensor = outputs.loss
         return loss
 
-    params = {
-        name: fs.shard(p.detach(), fs.Spec(mesh, layout(name), shape=p.shape, dtype=p.dtype))
-        for name, p in model.named_parameters()
-    }
+    values = {name: p.detach() for name, p in model.named_parameters()}
+    layouts = fs.state.match_rules(LAYOUTS, values, mesh=mesh)
+    params = fs.state.tree_shard(values, layouts, mesh=mesh)
     shards = [shard for pair in params.values() for shard in trainable_shards(pair)]
     partitioned = fs.partition(loss_of, mesh=mesh, in_specs=(None, P("dp")), out_specs=P())
 
