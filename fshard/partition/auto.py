@@ -64,7 +64,7 @@ class Auto(NotebookView):
     >>> x = fs.Spec(mesh, fs.P(), shape=(65536, 1024))
     >>> choice = fs.auto(torch.relu, mesh, [x])
     >>> choice.in_specs, choice.memory // 2**20
-    ([P('x', None)], 192)
+    ([P(None, 'x')], 192)
     """
 
     in_specs: list[Any]

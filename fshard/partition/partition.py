@@ -441,17 +441,17 @@ def partition(
     ...                  in_specs=(fs.P(None, "tp"), fs.P("dp")))
     >>> print(f.explain(torch.ones(4, 8), torch.ones(2, 4), only="layouts"))
     2 operations on Mesh(dp=2, tp=2), topology node
-              spec            forward
-    ─────────────────────────────────
-    args[0]   f32[4,8@tp]
-    args[1]   f32[2@dp,4]
-    matmul    f32[2@dp,8@tp]
-    relu      f32[2@dp,8@tp]
-    result    f32[2@dp,8@tp]
-    ─────────────────────────────────
-    launches                        0
-    sent                          0 B
-    communication                0 µs
+                   spec            forward
+    ──────────────────────────────────────
+    args[0]        f32[4,8@tp]
+    args[1]        f32[2@dp,4]
+    matmul         f32[2@dp,8@tp]
+    relu           f32[2@dp,8@tp]
+    result         f32[2@dp,8@tp]
+    ──────────────────────────────────────
+    launches                             0
+    sent                               0 B
+    communication                     0 µs
     """
     mesh = as_mesh(mesh, "fs.partition")
     if not callable(fn):

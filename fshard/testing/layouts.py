@@ -43,8 +43,7 @@ def assert_layout(value: Any, expected: Any) -> None:
     <BLANKLINE>
     layout                                    expected
     f32[8@dp,4] on Mesh(dp=2, tp=2)           f32[8,4@tp] on Mesh(dp=2, tp=2)
-    dim 0  dim 1    0:4                                      tp=0   tp=1
-                 ┌───────┐                    dim 0  dim 1   0:2    2:4
+    ● dp=2 shards dim 0   ▲ tp=2 invariant    ● dp=2 invariant   ▲ tp=2 shards dim 1
     ...
     """
     leaves, _ = flatten(value)

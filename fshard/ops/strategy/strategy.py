@@ -319,11 +319,8 @@ class Layouts:
                 sizes = tuple(part for n in sizes for part in chunk_sizes(n, parts[major:]))
             if sizes is None:
                 choices += [None] if length % n == 0 else []
-            elif minor == 1:
-                choices.append(sizes)
-            elif minor:  # the nearest positions between the factor's elements
-                ends = [(end + minor // 2) // minor for end in itertools.accumulate(sizes)]
-                choices.append(tuple(b - a for a, b in itertools.pairwise((0, *ends))))
+            elif minor:
+                choices.append(_nearest_sizes(sizes, minor))
         choices = choices or self._window_sources(factor, axes)
         if choices and (len({*choices}) == 1 or max(choices[0] or (0,)) < 2 * -(-length // n)):
             return choices[0]
@@ -331,12 +328,15 @@ class Layouts:
 
     def _window_sources(self, factor: str, axes: tuple[str, ...]) -> list[tuple[int, ...] | None]:
         """Return sizes of a factor that no operand shards, as the windows of gradients are."""
-        window = self._rule.windows.get(factor)
-        return [] if window is None else [
-            window.read_sizes(spec.shard_sizes(dim))
-            for index, dim in self._places.get(window.name, [])
-            if (spec := self._sources[index]).partition.dims[dim] == axes
-        ]  # fmt: skip
+        window, found = self._rule.windows.get(factor), list[tuple[int, ...] | None]()
+        if window is None:
+            return found
+        for index, dim in self._places.get(window.name, []):
+            spec, factors = self._sources[index], self._rule.operands[index][dim]
+            minor = math.prod(self._lengths[f] for f in factors[1:])
+            if spec.partition.dims[dim] == axes and factors[0] == window.name and minor:
+                found.append(window.read_sizes(_nearest_sizes(spec.shard_sizes(dim), minor)))
+        return found
 
     def _dim_sharding(
         self, factors: tuple[str, ...], shardings: Mapping[str, DimSharding]
@@ -365,6 +365,12 @@ class Layouts:
         repeats = math.prod(self._lengths[f] for f in before)
         dim_sizes = tuple(size * minor for size in sizes) * repeats
         return axes, None if len({*dim_sizes}) == 1 else dim_sizes
+
+
+def _nearest_sizes(sizes: Sequence[int], minor: int) -> tuple[int, ...]:
+    """Return sizes in rows of `minor` elements, whose ends are nearest to those of the elements."""
+    ends = [(end + minor // 2) // minor for end in itertools.accumulate(sizes)]
+    return tuple(b - a for a, b in itertools.pairwise((0, *ends)))
 
 
 def _spec(
