@@ -247,7 +247,8 @@ def _result(search: ChoiceSearch, best: Choice, seconds: float) -> Auto:
     args = [leaf if x.meta is None else next(specs)
             for x, leaf in zip(search.leaves, flatten(search.args)[0], strict=True)]  # fmt: skip
     count = len(search.costs)
+    time = f"{seconds:.0f} s" if seconds >= 1 else "under 1 s"
     share = f"all {count:,}" if search.all_planned else _count_text(count, search.choices)
     return Auto(unflatten(search.tree, list(best)), part, call, step, held, nearest,
-                min(search.bound, step), f"{share} choices of layouts planned in {seconds:.1f} s",
+                min(search.bound, step), f"{share} choices of layouts planned in {time}",
                 unflatten(search.tree, args))  # fmt: skip

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from fshard._torch.autograd_state import SET_GRAD_ENABLED
+from fshard._torch.modes import without_dispatch_modes
 from fshard._torch.operators import OpOverload, builtin_of, direct_function
 from fshard._util.cache import BoundedDict
 from fshard.layout.mesh import Mesh
@@ -115,7 +116,8 @@ def _direct(
     except TypeError:  # an argument without a hash
         return builtin_of(op)
     if function is None:
-        tensors = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in metas]
+        with without_dispatch_modes():  # no graph that a tracer records has them
+            tensors = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in metas]
         function = direct_function(op, *fill_call(args, kwargs, Ref, tensors))
         _DIRECT[key] = function
     return function

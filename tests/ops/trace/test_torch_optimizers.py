@@ -10,6 +10,7 @@ import torch
 from torch import optim
 
 import fshard as fs
+from fshard.partition.ir import Operation
 
 Tensors = list[torch.Tensor]
 MESH = fs.Mesh(dp=2, tp=2)
@@ -160,7 +161,8 @@ def test_a_fused_step_is_one_local_operation_for_each_parameter() -> None:
     with torch.no_grad():
         call = part.trace(*specs)
     assert all(program.is_local for program in call.programs)
-    assert str(call.explain(only="layouts")).count("fused_update") == 3 * len(SHAPES)
+    names = [line.name for line in call.lines if isinstance(line, Operation)]
+    assert sum("fused_update" in name for name in names) == 3 * len(SHAPES)
 
 
 @pytest.mark.parametrize("name", READING)
