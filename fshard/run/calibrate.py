@@ -36,6 +36,9 @@ from fshard.run.transports.torch_distributed import ProcessWorld
 SIZES = tuple(2**power for power in range(10, 26, 3))
 """Bytes of the tensors that are gathered and exchanged, from 1 KiB to 32 MiB."""
 
+FLOAT = torch.float32
+"""Dtype of reductions, products and small operations, whichever is the default."""
+
 REPEATS = 7
 BATCH, MAX_CALLS = 1e-2, 16
 """Seconds of the calls that are timed together, and how many they are at most."""
@@ -73,7 +76,7 @@ def calibrate(
         save: file for `Topology.load`, written by the first rank of the mesh; None writes none.
 
     Returns:
-        A `Topology` with one link per axis, the same on every process.
+        A `Topology` with a link for each axis and one for all together, equal on every process.
 
     Raises:
         ShardingError: ranks are missing (no `torchrun`, or no `fs.init`), the mesh has ranks that
@@ -184,9 +187,9 @@ def _measure(world: ProcessWorld, mesh: Mesh, axes: Sequence[str], seconds: floa
     ranks = tuple(mesh.ranks)
     nbytes = COPIED[world.device.type]
     one = torch.zeros(nbytes, dtype=torch.uint8, device=world.device)
-    other, small = torch.zeros_like(one), torch.zeros(8, device=world.device)
+    other, small = torch.zeros_like(one), torch.zeros(8, dtype=FLOAT, device=world.device)
     side = PRODUCT[world.device.type]
-    matrix = torch.zeros(side, side, device=world.device)
+    matrix = torch.zeros(side, side, dtype=FLOAT, device=world.device)
     locally = (lambda: other.copy_(one), lambda: small.add_(1.0), lambda: matrix @ matrix)
     copied, kernel, product = _typical(world, ranks, locally)
     launch = _launch_seconds(world, ranks)
@@ -221,7 +224,7 @@ def _runs(world: ProcessWorld, group: Group, name: str, size: int) -> list[_Run]
     """Return a gather, two reductions and two exchanges of `size` bytes in a group."""
     n, index = len(group), group.index(world.rank)
     shard = -(-size // (4 * n))
-    x = torch.zeros(n * shard, device=world.device)
+    x = torch.zeros(n * shard, dtype=FLOAT, device=world.device)
     own, rows, pieces = x[:shard], x.view(n, shard), [shard] * n
     to, source = ([shard * (i == (index + step) % n) for i in range(n)] for step in (1, -1))
     gathered, swapped = all_gather_traffic(n, 4 * shard), all_to_all_traffic(n, 4 * n * shard)
@@ -248,7 +251,8 @@ def _fit(samples: Sequence[Sample], launch: float) -> tuple[float, dict[str, Lin
         first = 1 + 3 * names.index(name)
         table[i, 0], table[i, first] = traffic.messages / seconds, traffic.rounds / seconds
         table[i, first + 1 + exchange] = max(traffic.sent, traffic.received) / seconds
-    goal = torch.tensor([max(0.0, 1 - launch / sample.seconds) for sample in samples]).double()
+    shares = [max(0.0, 1 - launch / sample.seconds) for sample in samples]
+    goal = torch.tensor(shares, dtype=torch.float64)
     figures = _least_squares(table, goal)
     links = {}
     for i, name in enumerate(names):
@@ -260,16 +264,16 @@ def _fit(samples: Sequence[Sample], launch: float) -> tuple[float, dict[str, Lin
 
 
 def _largest_rate(samples: Sequence[Sample]) -> float:
-    """Return the bytes per second of the largest sample, a lower bound of the bandwidth.
+    """Return the bytes per second of the largest sample: a lower bound of the bandwidth.
 
-    It is the bandwidth where latency dominates all samples.
+    Use it where latency dominates all samples, so that the fit has no bandwidth.
     """
     largest = max(samples, key=lambda sample: sample.traffic.received)
     return largest.traffic.received / largest.seconds
 
 
 def _least_squares(table: torch.Tensor, goal: torch.Tensor) -> list[float]:
-    """Return the least squares of figures of at least 0: negative ones are left out in turn."""
+    """Return the least-squares solution of figures of at least 0: negative ones become 0."""
     scale = table.norm(dim=0).clamp_min(1e-300)
     columns = [i for i in range(table.shape[1]) if table[:, i].any()]
     while columns:
@@ -301,7 +305,7 @@ def _launch_seconds(world: ProcessWorld, ranks: Group) -> float:
 def _typical(
     world: ProcessWorld, ranks: Group, runs: Sequence[Callable[[], object]]
 ) -> list[float]:
-    """Return the seconds of each call, of the slowest of `ranks`: the median of several rounds."""
+    """Return each call's seconds on the slowest of `ranks`: the median of several rounds."""
     first = _slowest(world, ranks, [_seconds(world, run, 2) for run in runs])
     calls = [max(1, min(MAX_CALLS, int(BATCH / max(seconds, 1e-9)))) for seconds in first]
     times = [
@@ -312,13 +316,13 @@ def _typical(
 
 
 def _spent(times: Sequence[float]) -> float:
-    """Return the seconds that the rounds take of calls that take so long."""
+    """Return the estimated seconds of `_typical` for calls of these durations."""
     return sum(2 * seconds + REPEATS * max(seconds, min(BATCH, MAX_CALLS * seconds))
                for seconds in times)  # fmt: skip
 
 
 def _seconds(world: ProcessWorld, run: Callable[[], object], count: int) -> float:
-    """Return the seconds of one of several calls in turn; on a GPU their launches overlap."""
+    """Return the mean seconds of `count` calls in sequence; on a GPU their launches overlap."""
     start = time.perf_counter()
     for _ in range(count):
         run()
@@ -328,7 +332,7 @@ def _seconds(world: ProcessWorld, run: Callable[[], object], count: int) -> floa
 
 
 def _slowest(world: ProcessWorld, ranks: Group, seconds: Sequence[float]) -> list[float]:
-    """Return the largest of all ranks' numbers, one by one."""
+    """Return the elementwise maximum of the seconds of `ranks`."""
     value = torch.tensor(seconds, dtype=torch.float64, device=world.device)
     largest: list[float] = world.all_reduce(value, "max", ranks)().tolist()
     return largest

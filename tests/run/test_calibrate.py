@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import cast
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,7 +16,8 @@ from fshard.program.cost.links import Link
 from fshard.program.cost.model import collective_time as time_of
 from fshard.program.cost.topology import Topology
 from fshard.program.cost.traffic import Traffic, all_gather_traffic, all_to_all_traffic
-from fshard.run.calibrate import Sample, _fit
+from fshard.run.calibrate import Sample, _fit, _runs
+from fshard.run.transports.torch_distributed import ProcessWorld
 from tests.helpers import spec_grid
 
 NO_RANKS = spec_grid.message(
@@ -94,6 +99,28 @@ def test_fit_is_positive_for_any_samples(seconds: list[float], launch: float) ->
     assert message >= 0
     assert isinstance(links["x"], Link)
     assert _fit([], launch) == (0.0, {})
+
+
+def test_measured_bytes_do_not_depend_on_the_default_dtype() -> None:
+    sent: list[tuple[str, int]] = []
+
+    class World:
+        device = torch.device("cpu")
+        rank = 1
+
+        def __getattr__(self, op: str) -> Callable[..., object]:
+            return lambda x, *_: sent.append((op, x.nbytes))
+
+    first = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        runs = _runs(cast(ProcessWorld, World()), (0, 1, 2), "x", 1200)
+    finally:
+        torch.set_default_dtype(first)
+    for run in runs:
+        run.start()
+    assert sent == [("all_gather", 400), ("reduce_scatter", 1200), ("all_reduce", 1200),
+                    ("all_to_all", 1200), ("all_to_all", 400)]  # fmt: skip
 
 
 def test_links_of_several_axes_and_of_exchanges() -> None:
