@@ -135,7 +135,7 @@ def _apply_now(function: type[torch.autograd.Function], args: Sequence[Any]) -> 
             primals, tangents = _unpack_duals(unwrapped)
             if any(t is not None for t in tangents):
                 return _make_duals(*duals(0, primals, tangents))
-        tracked = [x for x in unwrapped if isinstance(x, torch.Tensor) and x.requires_grad]
+        tracked = any([isinstance(x, torch.Tensor) and x.requires_grad for x in unwrapped])  # noqa: C419
         if not tracked and forward_ad._current_level < 0:
             with torch.no_grad():
                 return function.forward(*unwrapped)
@@ -229,8 +229,8 @@ def run_with_tangents(
 def _at_level(function: type[torch.autograd.Function], level: int, grad_mode: bool) -> Any:
     """Return the function of tensors of a level of `grad` or `jvp`, which calls it a level below.
 
-    It is called in a grad mode. For flat arguments, the equivalent of
-    `torch._functorch.autograd_function.generate_single_level_function`.
+    The equivalent of `torch._functorch.autograd_function.generate_single_level_function`, for flat
+    arguments and for calls in one grad mode.
     """
 
     def forward(*args: Any) -> Any:

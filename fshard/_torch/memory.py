@@ -48,11 +48,8 @@ class FlatBuffer:
         self.views = [part.view(x.shape) for part, x in zip(parts, xs, strict=True)]
         del parts
         self._storage = self.flat.untyped_storage()
-        self._uses = self._use_count()
+        self._uses = _use_count(self._storage)
         self._references = sys.getrefcount(self._storage)
-
-    def _use_count(self) -> int:
-        return int(torch._C._storage_Use_Count(self._storage._cdata))
 
     def is_free(self) -> bool:
         """Return True if nothing refers to the memory but the buffer, and it is as large as before.
@@ -60,7 +57,7 @@ class FlatBuffer:
         A storage that a user holds is one Python object with the buffer's.
         """
         return (
-            self._use_count() == self._uses
+            _use_count(self._storage) == self._uses
             and sys.getrefcount(self._storage) == self._references
             and self._storage.nbytes() == self.flat.nbytes
         )
@@ -88,8 +85,12 @@ def has_one_owner(x: torch.Tensor) -> bool:
     >>> has_one_owner(x), has_one_owner(x[:1])
     (True, False)
     """
-    storage = x.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata)) <= ONE_OWNER
+    return _use_count(x.untyped_storage()) <= ONE_OWNER
+
+
+def _use_count(storage: torch.UntypedStorage) -> int:
+    """Return the number of references to a storage, that of its Python object included."""
+    return int(torch._C._storage_Use_Count(storage._cdata))
 
 
 def unaliased(y: torch.Tensor, xs: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -27,7 +27,7 @@ def children(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def state_dictionaries(module: torch.nn.Module) -> list[dict[str, Any]]:
-    """Return the dictionaries of a module's children, tensors and hooks, and of all modules'."""
+    """Return the dictionaries of a module's children, tensors and hooks, and of global hooks."""
     attributes = vars(module)
     own = [attributes[name] for name in (*CHILDREN, *HOOKS) if name in attributes]
     return own + [getattr(all_modules, f"_global{name}") for name in HOOKS]

@@ -114,8 +114,9 @@ def current_axes() -> BoundAxes | None:
 
     A backward pass may run others in it, whose ids are larger: reentrant checkpoints do.
     """
-    bound, task = _BOUND.get(), graph_task_id()
+    bound = _BOUND.get()
     while bound is not None and bound.backward_task is not None:
+        task = graph_task_id()
         bound.is_over |= task == -1  # none runs in this thread: that pass has ended, or failed
         if not bound.is_over and bound.backward_task <= task:
             return bound

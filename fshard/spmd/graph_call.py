@@ -140,10 +140,10 @@ def compile_on_ranks(
 def planned(
     function: MappedFunction, args: tuple[Any, ...], kwargs: dict[str, Any], *others: Any
 ) -> tuple[Any, ...]:
-    """Return arguments and results of a mapped function, with integer sizes where they must be.
+    """Return arguments and results of a mapped function, with integer sizes where plans need them.
 
-    Specs of pairs, and those of the function, have sizes, and simulated ranks other code for each.
-    Other specs on a rank only divide the sizes of tensors.
+    A `Spec`, of a pair or of the function, has integer sizes, and a simulation runs the code of
+    each rank. Partitions on a rank only divide the sizes of tensors, which may be symbols.
     """
     leaves = tree_flatten((args, kwargs, function.in_specs, function.out_specs), _has_sizes)[0]
     trees = args, kwargs, *others

@@ -59,14 +59,9 @@ class Scope:
         return Spec._of(self.mesh, spec.partition, spec.shape, spec.dtype, spec.sizes)
 
     def with_uneven(self, axes: frozenset[str], outer: BoundAxes | None) -> Scope:
-        """Return the scope of a call whose arguments are uneven along `axes`, in the one around."""
+        """Return the scope of a call whose arguments are uneven along `axes`, within `outer`."""
         uneven = axes if outer is None else axes | outer.uneven
-        return _uneven(self, uneven) if uneven else self
-
-
-@lru_cache(maxsize=1024)
-def _uneven(scope: Scope, axes: frozenset[str]) -> Scope:
-    return replace(scope, uneven_axes=axes)
+        return replace(self, uneven_axes=uneven) if uneven else self
 
 
 def refuse_unknown_options(unknown: Mapping[str, object], where: str) -> None:

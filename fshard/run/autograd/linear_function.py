@@ -318,8 +318,8 @@ def _with_batch_last(xs: Tensors, dims: Sequence[int | None], n: int) -> Tensors
 def is_differentiated(*xs: torch.Tensor) -> bool:
     """Return True if a gradient of something computed from a tensor of `xs` may be taken.
 
-    Of a wrapper of `torch.func` that may always be so: that of a `vmap` does not show whether its
-    value requires grad, and a tensor with a tangent does not need to.
+    A wrapper of `torch.func` always counts: one of a `vmap` does not show whether its value
+    requires grad, and a tensor with a tangent does not need to.
     """
     if is_transformed():
         return forward_ad_level() >= 0 or any([x.requires_grad or is_wrapped(x) for x in xs])  # noqa: C419

@@ -39,10 +39,10 @@ from fshard.run.transports.divergence_report import (
     BRANCH,
     Fingerprint,
     Position,
+    ascending,
     diverged,
     ended,
     fingerprint,
-    is_sorted,
     raise_line,
     stranded,
     unsent,
@@ -186,7 +186,7 @@ class _CheckedTransport:
         """
         if not all(rank in self.mesh for rank in order):
             return lambda launch: launch()
-        group = order if is_sorted(order) else tuple(sorted(order))
+        group = ascending(order)
         if splits is not None and group != order:
             index = [order.index(rank) for rank in group]
             splits = [splits[0][i] for i in index], [splits[1][i] for i in index]

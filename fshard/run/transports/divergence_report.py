@@ -21,14 +21,13 @@ from fshard._util.errors import ShardingError
 from fshard._util.text import one_line
 from fshard._util.tracebacks import is_users
 from fshard.layout.mesh import Mesh
-from fshard.layout.partition_spec import LINEAR
 from fshard.layout.spec import Spec
 from fshard.run.transports.base import (
     CHECKED,
     LABEL,
-    MODULE,
     Group,
     Label,
+    current_module,
     current_transport,
     is_observed,
     is_simulated,
@@ -107,18 +106,16 @@ def backward_label() -> Label | None:
     line = label.line or _line(sys._getframe())
     name, mesh = f"backward of {label.name}", label.mesh
     ends = _gradient_ends(label.ends)
-    return Label(name, mesh, line, checked, label.arguments, label.shapes, ends, MODULE.get())
+    return Label(name, mesh, line, checked, label.arguments, label.shapes, ends, current_module())
 
 
 @lru_cache(maxsize=CACHE_SIZE)
 def _gradient_ends(ends: tuple[Spec, ...]) -> tuple[Spec, ...]:
-    """Return the source and target of a program's gradient; () for reductions without transpose."""
-    linear = all(
-        kind in LINEAR and (spec.dtype.is_floating_point or spec.dtype.is_complex)
-        for spec in ends
-        for _, kind in (*spec.partition.unreduced_kinds, *spec.partition.reduced_kinds)
-    )
-    return tuple(spec.dual for spec in reversed(ends)) if linear else ()
+    """Return the source and target of a program's gradient; () if a spec has no dual."""
+    try:
+        return tuple(spec.dual for spec in reversed(ends))
+    except ShardingError:
+        return ()
 
 
 def raise_line(traceback: TracebackType | None) -> str:
@@ -187,6 +184,12 @@ def words(call: Fingerprint, group: Group) -> str:
     if len(label.shapes) > 1 or (label.shapes and op == "all_to_all"):
         shapes = f" of {', '.join(str(tuple(shape)) for shape in label.shapes)}"
     return f"{label.name}{label.arguments} over {_axes(label.mesh, group)}: {wire}{shapes}"
+
+
+@lru_cache(maxsize=CACHE_SIZE)
+def ascending(group: Group) -> Group:
+    """Return the ranks of a group in ascending order."""
+    return tuple(sorted(group))
 
 
 def is_sorted(group: Sequence[int]) -> bool:

@@ -49,7 +49,7 @@ def has_values(x: torch.Tensor) -> bool:
 def in_graph() -> bool:
     """Return True while `torch.compile` or `make_fx` records a graph of functional collectives.
 
-    Traces of `fs.partition` are others: their collectives are planned for them.
+    A trace of `fs.partition` is not such a graph: it is recorded before collectives are planned.
     """
     return torch.compiler.is_compiling() or (is_recording() and not TRACE_DEPTH.get())
 

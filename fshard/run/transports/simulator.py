@@ -20,7 +20,6 @@ import itertools
 import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -30,7 +29,6 @@ from fshard._torch.forward_level import share_forward_level
 from fshard._torch.functorch import forward_ad_level
 from fshard._torch.memory import lazy_clone
 from fshard._torch.thread_state import ThreadSettings
-from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import ShardingError, fail
 from fshard._util.hooks import Hook
 from fshard.layout.mesh import Mesh, as_mesh
@@ -40,6 +38,7 @@ from fshard.run.transports.base import Finish, Group, as_rank, current_transport
 from fshard.run.transports.divergence_report import (
     Fingerprint,
     Position,
+    ascending,
     diverged,
     fingerprint,
     rank_text,
@@ -285,7 +284,7 @@ class SimulatedWorld:
         """Add `x` to the group's next collective; the last rank to come computes the results."""
         if self.stopped:
             raise _Stopped
-        members = _members(group)
+        members = ascending(group)
         number = rank.counts.get(members, 0)
         rank.counts[members] = number + 1
         key = (members, number)
@@ -338,12 +337,6 @@ class SimulatedWorld:
         }
         positions[rank.rank] = _position_in(rank, call, group)
         return diverged(self.mesh, ranks, dict(sorted(positions.items())))
-
-
-@lru_cache(maxsize=CACHE_SIZE)
-def _members(group: Group) -> Group:
-    """Return the ranks of a group in ascending order."""
-    return tuple(sorted(group))
 
 
 def _position(rank: SimulatedRank) -> Position:

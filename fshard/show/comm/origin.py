@@ -6,18 +6,13 @@ import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
 
-from fshard.run.transports.base import LABEL, MODULE, Label
+from fshard.run.transports.base import LABEL, MODULES, Label, current_module
 from fshard.run.transports.divergence_report import Place, place_of, position_text
 
-_MODULES: ContextVar[tuple[tuple[torch.nn.Module, str], ...]] = ContextVar(
-    "fshard_modules", default=()
-)
-"""Modules whose forward runs in this thread, outermost first, with their paths."""
 _NAMES: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
 """Names of the submodules of modules, by their ids."""
 
@@ -53,7 +48,7 @@ def current_origin() -> Origin:
     In a backward pass the module is that of the forward call.
     """
     label = LABEL.get()
-    module = MODULE.get() or (label.module if label is not None else "")
+    module = current_module() or (label.module if label is not None else "")
     return Origin(label, module, place_of(sys._getframe()))
 
 
@@ -73,17 +68,14 @@ def tracked_modules() -> Iterator[None]:
 
 
 def _enter(module: torch.nn.Module, _: Any) -> None:
-    stack = _MODULES.get()
-    path = _path(module, stack)
-    _MODULES.set((*stack, (module, path)))
-    MODULE.set(path)
+    stack = MODULES.get()
+    MODULES.set((*stack, (module, _path(module, stack))))
 
 
 def _leave(module: torch.nn.Module, _: Any, __: Any) -> None:
-    stack = _MODULES.get()
+    stack = MODULES.get()
     if stack and stack[-1][0] is module:
-        _MODULES.set(stack[:-1])
-        MODULE.set(stack[-2][1] if stack[1:] else "")
+        MODULES.set(stack[:-1])
 
 
 def _path(module: torch.nn.Module, stack: tuple[tuple[torch.nn.Module, str], ...]) -> str:

@@ -1,7 +1,7 @@
 """Ring of the ranks along axes, on which blocks of different sizes move; one launch per dtype.
 
-Operations of bodies need the size of every rank's block. `sizes_along` returns them: those of an
-argument, or if it is left out those that the ranks exchange.
+Operations of bodies need the size of every rank's block. `sizes_along` returns the sizes that an
+argument lists; if it is left out and shards may be uneven, the ranks exchange their sizes.
 """
 
 from __future__ import annotations
