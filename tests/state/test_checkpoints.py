@@ -13,6 +13,7 @@ from collections import OrderedDict, deque, namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -174,6 +175,23 @@ def test_blocks_of_a_file_have_the_elements_of_a_box(tmp_path_factory: Any, data
         for out in [*targets[:2], targets[2].mT] if x.ndim > 1 else targets[:2]:
             reader.read(index.tensors[0], index.tensors[0].shards[0], bounds, out)
             assert torch.equal(out, x[box])
+
+
+def test_few_files_are_open_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, opened = values((16, 2)), []
+
+    class Recorded(FileIO):
+        def __init__(self, path: Path) -> None:
+            super().__init__(path)
+            opened.append(self)
+            assert sum(not file.closed for file in opened) <= 3
+
+    monkeypatch.setattr(shard_reader, "FileIO", Recorded)
+    monkeypatch.setattr(shard_reader, "MAX_OPEN", 3)
+    fs.state.save(tmp_path, {"a": fs.shard(x, MESH, P(("dp", "tp"))), "b": fs.shard(x, MESH, P())})
+    assert torch.equal(fs.unshard(fs.state.load(tmp_path, P(), mesh=MESH)["a"]), x)
+    assert len(opened) >= MESH.size
+    assert all(file.closed for file in opened)
 
 
 def test_replicas_are_written_once_and_shared_out(tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ MAX_GAP = 2**13
 """Bytes between two parts of a box up to which both are read at once: fewer calls cost less."""
 MAX_STAGED = 2**22
 """Bytes of a file that are read at once to be copied from."""
+MAX_OPEN = 64
+"""Files that are open at once: a checkpoint may have more than a process may open."""
 CHECKSUM_THREADS = 2  # one computes the checksum of what another reads from the cache of the OS
 MAX_UNCHECKED = 2**26
 """Bytes of which the checksums may still be computed while others are read."""
@@ -37,7 +39,7 @@ class FileTensor(NamedTuple):
     """Tensor in a file.
 
     Attributes:
-        shape: its sizes; those of complex128 end in 2.
+        shape: its sizes; complex128 is stored as float64, with a last dim of 2.
         dtype: its dtype in the file.
         begin: first byte of its elements in the file.
     """
@@ -102,8 +104,8 @@ class ShardReader:
             target: tensor of the sizes of the box and of the dtype of `tensor`, also a view.
 
         Raises:
-            ShardingError: the file is damaged or not that of the index; from a later call or the
-                end of the block if the checksum differs.
+            ShardingError: the file is damaged, or its tensor has another shape or dtype than in the
+                index; from a later call or the end of the block if the checksum differs.
         """
         shape, box = [*shard.shape], [*ranges]
         if tensor.dtype == torch.complex128:
@@ -113,9 +115,7 @@ class ShardReader:
             return
         if not shape:
             shape, box, target = [1], [(0, 1)], target.view(1)
-        file = self.open.get(shard.file) or self.open.setdefault(
-            shard.file, FileIO(self.directory / shard.file)
-        )
+        file = self._file(shard.file)
         is_checked = shard.crc32 is not None and all(
             (low, high) == (0, n) for (low, high), n in zip(box, shape, strict=True)
         )
@@ -137,8 +137,18 @@ class ShardReader:
         if is_checked:
             self._check(total, shard, tensor.name)
 
+    def _file(self, name: str) -> FileIO:
+        """Return an open file; the one used least recently is closed if there are `MAX_OPEN`."""
+        file = self.open.pop(name, None)
+        if file is None:
+            if len(self.open) == MAX_OPEN:
+                self.open.pop(next(iter(self.open))).close()
+            file = FileIO(self.directory / name)
+        self.open[name] = file
+        return file
+
     def _begin(self, shard: StoredShard, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        """Return the first byte of a shard in its file; raise unless the file is of the index."""
+        """Return the first byte of a shard in its file; raise if the file contradicts the index."""
         source, path = self.tensors(shard.file).get(shard.key), self.directory / shard.file
         if source is None:
             fail(self.where, f"no {shard.key!r} in {path}",
@@ -163,7 +173,7 @@ class ShardReader:
             self._check(future.result(), shard, name)
 
     def _check(self, total: int, shard: StoredShard, name: str) -> None:
-        """Raise `ShardingError` unless a checksum is that of the index."""
+        """Raise `ShardingError` unless a checksum equals the one in the index."""
         if total != shard.crc32:
             fail(self.where, f"{name}: other bytes in {self.directory / shard.file} than were "
                  "saved", f"the checksum of {shard.key} must be {shard.crc32}",
