@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._library import custom_ops
@@ -15,11 +15,10 @@ from fshard._torch.functorch import without_transforms
 from fshard._torch.modes import DisableTorchFunction, DispatchMode, without_dispatch_modes
 
 __all__ = [
-    "OpOverload", "OpOverloadPacket", "ScriptMethod", "TensorBase", "all_op_names", "builtin_of",
-    "dereference", "direct_function", "fused_step", "has_registered_gradient", "is_query",
-    "qualified_name",
-    "reference_of", "registered_schemas", "resolve_overload", "schema_of", "schema_or_none",
-    "torch_decomposition",
+    "AdamWOptions", "OpOverload", "OpOverloadPacket", "ScriptMethod", "TensorBase", "all_op_names",
+    "builtin_of", "dereference", "direct_function", "foreach_adamw", "fused_adamw", "fused_step",
+    "has_registered_gradient", "is_query", "qualified_name", "reference_of",
+    "registered_schemas", "resolve_overload", "schema_of", "schema_or_none", "torch_decomposition",
 ]  # fmt: skip
 
 TensorBase = torch._C.TensorBase
@@ -53,18 +52,28 @@ def fused_step(kernel: str) -> Callable[..., None]:
     return function
 
 
+class AdamWOptions(NamedTuple):
+    """Scalars of one step of AdamW.
+
+    Attributes:
+        step: number of the step, from 1.
+        lr: learning rate.
+        beta1: decay of the means of gradients.
+        beta2: decay of the means of their squares.
+        eps: added to the roots of these.
+        weight_decay: decoupled decay of parameters, times `lr`.
+    """
+
+    step: int
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+
+
 def foreach_adamw(
-    params: Tensors,
-    grads: Tensors,
-    means: Tensors,
-    squares: Tensors,
-    *,
-    step: int,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
+    params: Tensors, grads: Tensors, means: Tensors, squares: Tensors, *, options: AdamWOptions
 ) -> None:
     """Write a step of AdamW to parameters and means, rounded as by `torch.optim.AdamW`.
 
@@ -73,13 +82,9 @@ def foreach_adamw(
         grads: their gradients.
         means: means of gradients.
         squares: means of their squares.
-        step: number of the step, from 1.
-        lr: learning rate.
-        beta1: decay of means.
-        beta2: decay of squares.
-        eps: added to roots.
-        weight_decay: decoupled decay, times `lr`.
+        options: scalars of the step.
     """
+    step, lr, beta1, beta2, eps, weight_decay = options
     if weight_decay:
         torch._foreach_mul_(params, 1 - lr * weight_decay)
     torch._foreach_lerp_(means, grads, 1 - beta1)
@@ -92,19 +97,10 @@ def foreach_adamw(
 
 
 def fused_adamw(
-    params: Tensors,
-    grads: Tensors,
-    means: Tensors,
-    squares: Tensors,
-    *,
-    step: int,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
+    params: Tensors, grads: Tensors, means: Tensors, squares: Tensors, *, options: AdamWOptions
 ) -> None:
     """Write a step of AdamW as `foreach_adamw` by one kernel; all tensors have one dtype."""
+    step, lr, beta1, beta2, eps, weight_decay = options
     steps = [torch.tensor(float(step), device=params[0].device)] * len(params)
     torch._fused_adamw_(
         params, grads, means, squares, [], steps, lr=lr, beta1=beta1, beta2=beta2,

@@ -70,9 +70,8 @@ def flatten(tree: Any) -> tuple[list[Any], TreeDef]:
     """Return the leaves of a tree, `None` included, and its structure; pairs as `Sharded`."""
     leaves, treedef = optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
     kinds = {*map(type, leaves)}
-    if any(
-        issubclass(kind, Spec) for kind in kinds
-    ):  # perhaps a plain tuple (local, spec), which is one leaf
+    if any(issubclass(kind, Spec) for kind in kinds):
+        # It may be of a plain tuple (local, spec), which is one leaf.
         leaves, treedef = optree.tree_flatten(
             tree, is_leaf=_is_leaf, none_is_leaf=True, namespace=NAMESPACE
         )
@@ -117,8 +116,10 @@ def _rebuild(kind: type, keys: tuple[Any, ...], values: Iterable[Any]) -> Any:
     return kind(**items) if is_dataclass(kind) else kind(items)
 
 
-_PAIRS, _TENSORS = {Sharded}, {torch.Tensor, torch.nn.Parameter}
-_local_of, _spec_of = attrgetter("local"), attrgetter("spec")
+TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
+"""Types of tensors without a `__torch_function__` of their own."""
+local_of, spec_of = attrgetter("local"), attrgetter("spec")
+_PAIRS = {Sharded}
 _LOCAL_KEY = tuple(map(attrgetter, ("shape", "dtype", "device")))
 
 
@@ -173,10 +174,10 @@ def append_cache_key(tree: Any, leaves: list[Any], key: list[Any]) -> None:
 def _append_items(items: Sequence[Any], leaves: list[Any], key: list[Any]) -> None:
     """Append the key of a container's items; many pairs of tensors are read without a loop."""
     if len(items) > 1 and {*map(type, items)} == _PAIRS:
-        locals_ = [*map(_local_of, items)]
-        if {*map(type, locals_)} <= _TENSORS:
+        locals_ = [*map(local_of, items)]
+        if {*map(type, locals_)} <= TENSORS:
             leaves += items
-            key += map(_spec_of, items)
+            key += map(spec_of, items)
             for read in _LOCAL_KEY:
                 key += map(read, locals_)
             return
@@ -222,23 +223,15 @@ def leaf_names(tree: Any) -> list[str]:
     >>> leaf_names({"layers": [{"w": 1}, {"w": 2}]})
     ['layers.0.w', 'layers.1.w']
     """
-    return [".".join(str(key) for _, key in path) for path in leaf_paths(tree)]
+    return [
+        ".".join(str(_plain_key(entry.type, entry.entry)) for entry in accessor)
+        for accessor in flatten(tree)[1].accessors()
+    ]
 
 
-def leaf_paths(tree: Any) -> list[tuple[tuple[type, Any], ...]]:
-    """Return the types of the containers of every leaf, outermost first, and its keys in them.
-
-    >>> leaf_paths({"w": [1]})
-    [((<class 'dict'>, 'w'), (<class 'list'>, 0))]
-    """
-    accessors = flatten(tree)[1].accessors()
-    return [tuple((entry.type, _plain_key(entry.entry, isinstance(entry, _KeyEntry)))
-                  for entry in accessor) for accessor in accessors]  # fmt: skip
-
-
-def _plain_key(key: Any, is_text: bool) -> Any:
-    """Return the key of a child; those of registered classes are texts of Python."""
-    if not is_text:
+def _plain_key(kind: type, key: Any) -> Any:
+    """Return the key of a child of a container of a type, without the syntax of Python's text."""
+    if kind not in _REGISTERED:
         return key
     return key[1:] if key.startswith(".") else key[1:-1].strip("'\"")
 
@@ -262,8 +255,7 @@ def plain_containers(tree: Any, leaves: Iterable[Any]) -> Any:
             return tuple(built)
         if isinstance(node, list | deque):
             return built
-        is_text = type(node) in _REGISTERED
-        return {_plain_key(key, is_text): x for key, x in zip(keys, built, strict=True)}
+        return {_plain_key(type(node), key): x for key, x in zip(keys, built, strict=True)}
 
     return build(tree)
 

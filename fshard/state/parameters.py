@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -18,20 +18,22 @@ from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.sharded import Sharded
 from fshard.layout.spec import Spec
 from fshard.layout.tree import (
+    TENSORS,
     broadcast_prefix,
     flatten,
     leaf_names,
+    local_of,
     map_leaves,
     read_placements,
+    spec_of,
     unflatten,
 )
 from fshard.partition.partition import partition
 from fshard.plan.redistribute import redistribute
 from fshard.run.execute import check_local, check_shards
 from fshard.run.global_tensors import shard, unshard
-from fshard.run.transports.base import current_transport
+from fshard.run.transports.base import Transport, current_transport
 
-TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 Rules = Sequence[tuple[str, PartitionSpec | None]]
 """Pairs of a regular expression on paths and a partition, None for a leaf without one."""
 
@@ -349,25 +351,22 @@ def tree_reshard(tree: Any, specs: Any, /, **options: Any) -> Any:
     return unflatten(treedef, leaves)
 
 
-_spec_of, _local_of, _shape_of, _dtype_of = map(attrgetter, ("spec", "local", "shape", "dtype"))
+_shape_of, _dtype_of, _device_of = map(attrgetter, ("shape", "dtype", "device"))
 
 
-def _are_in_place(pairs: Sequence[Sharded], targets: tuple[Spec, ...], rank: int) -> bool:
+def _are_in_place(
+    pairs: Sequence[Sharded], targets: tuple[Spec, ...], transport: Transport
+) -> bool:
     """Return True if all pairs have their target's layout and locals of it, as is mostly so."""
-    specs = tuple(map(_spec_of, pairs))
-    if not (all(map(is_, specs, targets)) or _are_equal(specs, targets)):
+    if tuple(map(spec_of, pairs)) != targets:
         return False
-    locals_ = [*map(_local_of, pairs)]
+    locals_ = [*map(local_of, pairs)]
     if not {*map(type, locals_)} <= TENSORS:
         return False
-    return _shapes_and_dtypes(targets, rank) == (
-        [*map(_shape_of, locals_)], [*map(_dtype_of, locals_)]
-    )  # fmt: skip
-
-
-@lru_cache(maxsize=CACHE_SIZE)
-def _are_equal(specs: tuple[Spec, ...], targets: tuple[Spec, ...]) -> bool:
-    return specs == targets
+    shapes_and_dtypes = [*map(_shape_of, locals_)], [*map(_dtype_of, locals_)]
+    return _shapes_and_dtypes(targets, transport.rank) == shapes_and_dtypes and all(
+        map(transport.accepts, {*map(_device_of, locals_)})
+    )
 
 
 @lru_cache(maxsize=CACHE_SIZE)
@@ -394,7 +393,7 @@ def reshard_pairs(
         ShardingError: a local is not of its spec, or no program exists.
     """
     transport = current_transport()
-    if transport is not None and _are_in_place(pairs, tuple(targets), transport.rank):
+    if transport is not None and _are_in_place(pairs, tuple(targets), transport):
         return [*pairs]
     results, moved = [*pairs], []
     for i, (pair, target) in enumerate(zip(pairs, targets, strict=True)):

@@ -133,8 +133,8 @@ def main() -> None:
     console = Console()
     if options.slices:
         for name, held, grown in slices(options.megabytes):
-            sizes = (f"{n / 2**20:,.0f} MiB" for n in (held, grown))
-            console.print(f"{name} of {{}}, memory grew by {{}}".format(*sizes))
+            mib, grown_mib = held / 2**20, grown / 2**20
+            console.print(f"{name} of {mib:,.0f} MiB, memory grew by {grown_mib:,.0f} MiB")
         return
     table = Table("contender", "MB/s", title=f"{options.megabytes} MB in {MATRICES} matrices")
     for name, rate in bandwidths(options.megabytes, options.rounds).items():

@@ -10,6 +10,7 @@ import torch
 
 import fshard as fs
 from fshard import Mesh, P, Spec
+from fshard.run.transports.base import as_rank
 from tests.helpers.gloo.harness import run_ranks
 
 MESH = Mesh(dp=2, tp=2)
@@ -208,3 +209,20 @@ def test_bad_trees_are_refused(case: str) -> None:
     call, message = BAD_TREES[case]
     with pytest.raises(fs.ShardingError, match=message):
         call()
+
+
+class NoBackend:
+    """Rank 0 of 2, whose process groups have no backend for any device."""
+
+    rank, all_ranks = 0, range(2)
+
+    def accepts(self, device: torch.device) -> bool:
+        """Refuse a device."""
+        return False
+
+
+def test_locals_on_devices_without_a_backend_are_refused() -> None:
+    spec = Spec(Mesh(x=2), P("x"), shape=(4,))
+    transport: Any = NoBackend()
+    with as_rank(transport), pytest.raises(fs.ShardingError, match="on rank 0 a local on cpu"):
+        fs.state.tree_reshard([fs.Sharded(torch.ones(2), spec)], P("x"))

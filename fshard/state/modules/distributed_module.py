@@ -263,7 +263,7 @@ def _rebuild(
     module: torch.nn.Module, styled: Sequence[StyledModule], params: Tensors, buffers: Tensors,
     options: dict[str, Any],
 ) -> DistributedModule:  # fmt: skip
-    """Return a distributed module of a pickle."""
+    """Return the distributed module that a pickle or a copy has the parts of."""
     part = partition_function(_on_state(functional(module).fn, styled), **options)
     return DistributedModule(params, buffers, part, module, styled)
 

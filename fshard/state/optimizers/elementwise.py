@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim.sgd import sgd as sgd_kernel
 
-from fshard._torch.operators import foreach_adamw, fused_adamw
+from fshard._torch.operators import AdamWOptions, foreach_adamw, fused_adamw
 from fshard.layout.sharded import Sharded
 from fshard.layout.spec import Spec
 from fshard.state.optimizers.optimizer import Optimizer, Rate, Slots, rate_at
@@ -131,10 +131,9 @@ def adamw(
         if any(map(torch.is_complex, params)):
             columns = [[torch.view_as_real(x) if x.is_complex() else x for x in xs]
                        for xs in columns]  # fmt: skip
-        rate = rate_at(lr, step)
+        options = AdamWOptions(step, rate_at(lr, step), *betas, eps, weight_decay)
         for group in groups(columns):
-            update(*group, step=step, lr=rate, beta1=betas[0], beta2=betas[1], eps=eps,
-                   weight_decay=weight_decay)  # fmt: skip
+            update(*group, options=options)
 
     return Optimizer("fs.state.adamw", slots, _on_locals(kernel), specs)
 

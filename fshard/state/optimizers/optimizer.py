@@ -17,17 +17,20 @@ from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.sharded import Sharded
 from fshard.layout.spec import Spec
 from fshard.layout.tree import (
+    TENSORS,
     broadcast_prefix,
     flatten,
     flatten_up_to,
     leaf_names,
+    local_of,
     read_placements,
+    spec_of,
     unflatten,
 )
 from fshard.run.global_tensors import shard
 from fshard.state.factories import zeros
 from fshard.state.local_updates import map_locals
-from fshard.state.parameters import TENSORS, reshard_pairs
+from fshard.state.parameters import reshard_pairs
 
 Rate = float | Callable[[int], float]
 """Learning rate, or a function of the number of the step, from 1, to it."""
@@ -106,7 +109,7 @@ class Optimizer:
         where = f"{self.name}.update"
         leaves, treedef = flatten(params)
         _check_pairs(where, params, leaves, Sharded)
-        specs = [*map(_spec_of, leaves)]
+        specs = [*map(spec_of, leaves)]
         layouts = self._layouts(where, params, specs)
         columns = {
             name: flatten_up_to(treedef, params, tree, ("params", f"state[{name!r}]"), where)
@@ -135,20 +138,21 @@ class Optimizer:
     def _layouts(self, where: str, params: Any, specs: Sequence[Spec]) -> list[Spec]:
         """Return the spec of every parameter while it is updated: sharded or invariant."""
         if self.specs is None:
-            return [*_invariant_specs(tuple(specs))]
+            return [*map(invariant_spec, specs)]
         layouts = broadcast_prefix(
             read_placements(self.specs, specs[0].mesh), params, "specs", where
         )
         return [
-            layout if isinstance(layout, Spec)
-            else invariant_spec(spec) if layout is None
-            else spec.replace(partition=layout, uneven="chunk")
+            invariant_spec(spec) if layout is None
+            else _chunked(spec, layout) if isinstance(layout, PartitionSpec)
+            else layout if isinstance(layout, Spec)
+            else spec.replace(partition=layout)  # refused
             for spec, layout in zip(specs, layouts, strict=True)
         ]  # fmt: skip
 
 
 _P = PartitionSpec()
-_local_of, _spec_of, _requires_grad = map(attrgetter, ("local", "spec", "requires_grad"))
+_requires_grad = attrgetter("requires_grad")
 
 
 @lru_cache(maxsize=CACHE_SIZE)
@@ -161,21 +165,22 @@ def invariant_spec(spec: Spec) -> Spec:
 
 
 @lru_cache(maxsize=CACHE_SIZE)
-def _invariant_specs(specs: tuple[Spec, ...]) -> tuple[Spec, ...]:
-    return tuple(map(invariant_spec, specs))
+def _chunked(spec: Spec, partition: PartitionSpec) -> Spec:
+    """Return a spec with another partition, dims that it does not divide as `torch.chunk`."""
+    return spec.replace(partition=partition, uneven="chunk")
 
 
 def _owned(pairs: Sequence[Any], *, donate: bool) -> list[Any]:
     """Return pairs with locals that can be written, None for None."""
     filled = [pair for pair in pairs if pair is not None]
-    locals_ = [*map(_local_of, filled)]
+    locals_ = [*map(local_of, filled)]
     if donate and {*map(type, locals_)} <= TENSORS:
         if not any(map(_requires_grad, locals_)):
             return [*pairs]
         owned = [x.detach() for x in locals_]
     else:
         owned = map_locals(lambda xs: [x.clone() for x in xs], filled)
-    written = map(Sharded, owned, map(_spec_of, filled))
+    written = map(Sharded, owned, map(spec_of, filled))
     return [None if pair is None else next(written) for pair in pairs]
 
 

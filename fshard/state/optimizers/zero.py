@@ -17,7 +17,7 @@ from fshard.state.optimizers.optimizer import Optimizer, invariant_spec
 
 
 def zero_specs(tree: Any, axes: Axes, /) -> Any:
-    """Return for every leaf its partition sharded further over axes: that of ZeRO and of FSDP.
+    """Return the partition of each leaf, sharded further over axes as by ZeRO and FSDP.
 
     Args:
         tree: pytree of pairs or specs.

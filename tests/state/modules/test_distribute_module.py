@@ -260,7 +260,7 @@ def test_what_initialisation_does_not_write_is_nan_on_every_rank() -> None:
 
 
 class WithPositions(WithConstant):
-    """Module with a buffer of integers that its initialisation writes only if told to."""
+    """Module with a buffer of integers that its initialisation writes only with `write`."""
 
     def __init__(self, write: bool) -> None:
         super().__init__()
