@@ -292,50 +292,54 @@ class Layouts:
         return shardings
 
     def _factor_sharding(self, factor: str, axes: tuple[str, ...]) -> DimSharding:
-        places = self._places.get(factor, [])
         if len(axes) > 1:
+            places = self._places.get(factor, [])
             dims = [self._sources[index].partition.dims[dim] for index, dim in places]
             ordered = dict.fromkeys(axis for dim in dims for axis in dim if axis in axes)
             axes = tuple(ordered | dict.fromkeys(axes))
-        return axes, self._shard_sizes(factor, axes, places)
+        return axes, self._shard_sizes(factor, axes)
 
-    def _shard_sizes(
-        self, factor: str, axes: tuple[str, ...], places: Sequence[tuple[int, int]]
-    ) -> tuple[int, ...] | None:
+    def _shard_sizes(self, factor: str, axes: tuple[str, ...]) -> tuple[int, ...] | None:
         """Return the shard sizes of a factor: an operand's sizes, None if even, else chunks.
 
         Where operands differ, some must be redistributed anyway; then sizes that give one rank
         twice its share of the work are not used.
         """
         length, parts = self._lengths[factor], [self._mesh.shape[axis] for axis in axes]
-        n, choices = math.prod(parts), list[tuple[int, ...] | None]()
-        for index, dim in places:
-            factors, spec = self._rule.operands[index][dim], self._sources[index]
-            major = len(spec.partition.dims[dim])
-            if not major or spec.partition.dims[dim] != axes[:major] or factors[0] != factor:
-                continue
-            sizes, minor = spec.sizes[dim], math.prod(self._lengths[f] for f in factors[1:])
-            if sizes is not None and major < len(axes):  # each shard is sharded further
-                sizes = tuple(part for n in sizes for part in chunk_sizes(n, parts[major:]))
-            if sizes is None:
-                choices += [None] if length % n == 0 else []
-            elif minor:
-                choices.append(_nearest_sizes(sizes, minor))
-        choices = choices or self._window_sources(factor, axes)
-        if choices and (len({*choices}) == 1 or max(choices[0] or (0,)) < 2 * -(-length // n)):
-            return choices[0]
+        n, choices = math.prod(parts), self._source_sizes(factor, axes)
+        window = self._rule.windows.get(factor)
+        if not choices and window is not None:  # no operand has the factor, as of gradients
+            choices = [window.read_sizes(x) for x in self._source_sizes(window.name, axes)]
+        if choices and (len({*choices}) == 1 or max(choices[0]) < 2 * -(-length // n)):
+            return choices[0] if len({*choices[0]}) > 1 else None
         return None if length % n == 0 else chunk_sizes(length, parts)
 
-    def _window_sources(self, factor: str, axes: tuple[str, ...]) -> list[tuple[int, ...] | None]:
-        """Return sizes of a factor that no operand shards, as the windows of gradients are."""
-        window, found = self._rule.windows.get(factor), list[tuple[int, ...] | None]()
-        if window is None:
-            return found
-        for index, dim in self._places.get(window.name, []):
-            spec, factors = self._sources[index], self._rule.operands[index][dim]
-            minor = math.prod(self._lengths[f] for f in factors[1:])
-            if spec.partition.dims[dim] == axes and factors[0] == window.name and minor:
-                found.append(window.read_sizes(_nearest_sizes(spec.shard_sizes(dim), minor)))
+    def _source_sizes(self, factor: str, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
+        """Return the shard sizes of a factor in each operand in which these axes shard it.
+
+        Where only the first of the axes do, each shard is sharded further. In a dim that is a
+        product, the factors before it must be sharded into parts of size 1, and the sizes are those
+        whose ends are nearest to the dim's.
+        """
+        found, shape = list[tuple[int, ...]](), self._mesh.shape
+        for index, dim in self._places.get(factor, []):
+            factors, spec = self._rule.operands[index][dim], self._sources[index]
+            entry, position = spec.partition.dims[dim], factors.index(factor)
+            start = entry.index(axes[0]) if axes[0] in entry else len(entry)
+            own, repeats, minor = entry[start:], *(
+                math.prod(self._lengths[f] for f in part)
+                for part in (factors[:position], factors[position + 1 :])
+            )  # fmt: skip
+            is_sharded = own and own == axes[: len(own)]
+            if not is_sharded or math.prod(shape[axis] for axis in entry[:start]) != repeats:
+                continue
+            sizes = spec.shard_sizes(dim)
+            sizes = sizes[: len(sizes) // repeats]
+            if len(own) < len(axes):
+                parts = [shape[axis] for axis in axes[len(own) :]]
+                sizes = tuple(part for size in sizes for part in chunk_sizes(size, parts))
+            if minor and sum(sizes) == self._lengths[factor] * minor:
+                found.append(_nearest_sizes(sizes, minor))
         return found
 
     def _dim_sharding(

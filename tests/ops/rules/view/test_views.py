@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+import fshard as fs
+from fshard import Mesh, P, Spec
 from fshard._util.errors import ShardingError
 from fshard.ops.rules.view.view_factors import reshape_factors
 from tests.helpers.ops.op_checks import call_with, check_call
@@ -245,3 +247,16 @@ PRIMS: dict[str, tuple[Any, ...]] = {
 @pytest.mark.parametrize("name", PRIMS)
 def test_view_prims_equal_one_device(name: str) -> None:
     assert check_call(getattr(torch.ops.prims, name).default, *PRIMS[name], grad=False) == []
+
+
+@pytest.mark.parametrize("sizes", [(4, 1), (1, 4), (5, 0)])
+def test_flattened_uneven_shards_return_without_communication(sizes: tuple[int, int]) -> None:
+    """The sizes of a factor are those in a dim where it follows a dim in parts of size 1."""
+    spec = Spec(Mesh(x=2, y=2), P("x", "y", None), shape=(2, 5, 3), sizes={1: sizes})
+    x = torch.randn(spec.shape)
+    there_and_back = fs.partition(lambda x: x.flatten().sin().view(2, 5, 3), mesh=spec.mesh)
+    with fs.comm_log() as log:
+        y = there_and_back(fs.shard(x, spec))
+    assert y.spec == spec
+    assert not log.counts
+    torch.testing.assert_close(fs.unshard(y), x.sin())
