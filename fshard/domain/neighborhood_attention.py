@@ -71,10 +71,12 @@ def _neighborhood(n: int) -> Callable[..., Any]:
         _check_operands(where, n, query, key, value)
         kernels = _numbers(where, "kernel_size", kernel_size, n)
         steps = _numbers(where, "dilation", dilation, n)
-        flags = [is_causal] * n if isinstance(is_causal, bool) else list(is_causal)
+        flags = is_causal if isinstance(is_causal, Sequence) else [is_causal] * n
         _check_sizes(where, tuple(query.shape[1:-2]), kernels, steps, flags)
+        if scale is not None and not isinstance(scale, int | float):
+            fail(where, f"scale={scale!r}", "scale must be a number or None", "scale=None")
         factor = 1 / math.sqrt(max(query.shape[-1], 1)) if scale is None else float(scale)
-        attention = Neighborhoods(kernels, steps, flags, factor)
+        attention = Neighborhoods(kernels, steps, list(flags), factor)
         if any(map(is_pair, (query, key, value))):
             run = on_pairs(torch.ops.fshard.neighborhood_attention.default, mode="auto")
             return run(query, key, value, *attention.options)
@@ -108,7 +110,7 @@ def _check_operands(where: str, n: int, *operands: Any) -> None:
     shapes = [tuple(x.shape) for x in operands]
     query, key, value = shapes
     if len(query) != n + 3 or key != query or value[:-1] != query[:-1]:
-        spatial = ", ".join("yxz"[:n] if n < 3 else "zyx")
+        spatial = ", ".join("zyx"[-n:])
         fail(where, f"query {query}, key {key}, value {value}",
              f"they must have shape (batch, {spatial}, heads, width), the same but for the width "
              "of the value", "x.movedim(1, -2) of (batch, heads, ..., width)")  # fmt: skip

@@ -193,6 +193,8 @@ def test_derivatives_of_second_order_and_transforms() -> None:
         ({"kernel_size": (3, 3, 3)}, "kernel_size must be an int of at least 1, or 2 of them"),
         ({"dilation": "1"}, "dilation must be an int of at least 1"),
         ({"is_causal": (True,)}, "is_causal must be a bool, or 2 of them"),
+        ({"is_causal": None}, "is_causal must be a bool, or 2 of them"),
+        ({"scale": "1"}, "scale must be a number or None"),
         ({"key": torch.ones(1, 6, 4, 2, 3)}, r"they must have shape \(batch, y, x, heads, width\)"),
         ({"value": torch.ones(1, 6, 4, 1, 2)}, "the same but for the width of the value"),
         ({"value": torch.ones(1, 6, 4, 2, 2).double()}, "the same floating dtype"),

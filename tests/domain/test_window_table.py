@@ -133,6 +133,11 @@ EXCHANGE: dict[str, Row] = {
     "shifted slices": (lambda x: x[:, :, 2:] - 2 * x[:, :, 1:-1] + x[:, :, :-2], plane, ()),
     "pixel_unshuffle": (call(F.pixel_unshuffle, 2), lambda: rand(2, 4, 8, 8), ()),
     "trapezoid": (lambda x: torch.trapezoid(x, torch.arange(9.0, dtype=F64), dim=2), plane, ()),
+    "trapezoid of planes of points": (
+        lambda x: torch.trapezoid(x, torch.arange(72.0, dtype=F64).view(9, 8).sin(), dim=2),
+        plane,
+        (),
+    ),
 }
 """Functions of parts of a dim, which send the elements by which the parts are apart."""
 REDUCE: dict[str, Row] = {
@@ -230,3 +235,18 @@ def test_two_dims_in_uneven_shards(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_even_shards(name: str, kind: str) -> None:
     check_row(name, kind)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.gradient(x, spacing=0.0, dim=2)[0],
+        lambda x: torch.trapezoid(x[:, :, :0], dim=2),
+    ],
+    ids=["gradient at no distance", "trapezoid of no points"],
+)
+def test_degenerate_points(function: Callable[..., torch.Tensor]) -> None:
+    x = plane()
+    pair = fs.shard(x, layout(x, "uneven"))
+    y = fs.unshard(fs.partition(function, mesh=pair.spec.mesh)(pair))
+    torch.testing.assert_close(y, function(x), rtol=0, atol=0)

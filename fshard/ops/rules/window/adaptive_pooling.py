@@ -1,6 +1,6 @@
 """Rules of adaptive pooling, and of its gradients.
 
-Each element of the result pools an interval of its own; each rank those of its part of the result.
+Each element of the result pools an interval of its own; each rank computes its part of the result.
 """
 
 from __future__ import annotations
@@ -18,7 +18,13 @@ from fshard.ops.core.rule import Rule
 from fshard.ops.core.windows import Window
 from fshard.ops.rules.letters import letters
 from fshard.ops.rules.shard_call import has_empty_shard, zero_results
-from fshard.ops.rules.window.pooling import Parts, global_indices, gradient_of, maxima_backward
+from fshard.ops.rules.window.pooling import (
+    LocalMaximumBackward,
+    Parts,
+    global_indices,
+    gradient_of,
+    gradient_rule,
+)
 from fshard.ops.rules.window.window_dims import (
     Span,
     SpatialFactors,
@@ -125,7 +131,8 @@ def adaptive_averages(x: torch.Tensor, output_size: list[int]) -> torch.Tensor:
 def adaptive_max_pool_backward(call: OpCall) -> Rule:
     """Rule of an adaptive maximum's gradient, added up where windows overlap."""
     made, x = call.operands[:2]
-    return maxima_backward(call, *_adaptive(call, x, made))
+    windows, factors = _adaptive(call, x, made)
+    return gradient_rule(call, factors, LocalMaximumBackward(windows))
 
 
 @register_rule("_adaptive_avg_pool2d_backward", "_adaptive_avg_pool3d_backward")
@@ -133,10 +140,7 @@ def adaptive_avg_pool_backward(call: OpCall) -> Rule:
     """Rule of an adaptive average's gradient, added up where windows overlap."""
     made, x = call.operands
     windows, factors = _adaptive(call, x, made)
-    lead = planes(x, len(windows))
-    read = (*lead, *factors.read)
-    return Rule(((*lead, *factors.made), read), (read,), modes=linear_modes(0),
-                local=_LocalAdaptiveBackward(windows), slices=factors.windows)  # fmt: skip
+    return gradient_rule(call, factors, _LocalAdaptiveBackward(windows))
 
 
 @dataclass(frozen=True, slots=True)

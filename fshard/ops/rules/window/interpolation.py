@@ -1,7 +1,7 @@
 """Rules of interpolation and its gradients: nearest, linear, bilinear, bicubic and trilinear.
 
 Batch, channels and spatial dims may be sharded: each rank reads the window of its part of the
-result. Of antialiased interpolation the window is as wide as the filter.
+result. The window of antialiased interpolation is as wide as the filter.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ MARGIN = 32
 CUBIC = -0.75
 """Coefficient of PyTorch's cubic convolution."""
 CUBIC_FILTER = -0.5
-"""That of its antialiased one."""
+"""Coefficient of PyTorch's antialiased cubic convolution."""
 RADII = {"linear": 1, "cubic": 2, "lanczos": 3}
 """Radius of an antialiasing filter, in elements of the result where that is the coarser one."""
 
@@ -133,7 +133,7 @@ class _Resampling:
         first, last = span.reach.start, span.reach.stop - 1
         elements = range(span.start, span.stop)
         if self.is_filtered:
-            return self._filtered(elements, first, last)
+            return filtered_taps(self, span)
         if self.kind in ("nearest", "exact"):
             wide = dtype == torch.float64
             found = nearest_elements(self.op, self.dim, self.count, self.size, self.length,
@@ -154,26 +154,29 @@ class _Resampling:
             for k, row in enumerate(rows, offset)
         ]
 
-    def _filtered(self, elements: range, first: int, last: int) -> list[Tap]:
-        """Return the elements under the filter of each element, and their shares of its sum."""
-        ratio = self.ratio
-        scale = max(ratio, Fraction(1))
-        radius, half = RADII[self.kind] * scale, Fraction(1, 2)
-        rows = list[tuple[int, list[float]]]()
-        for i in elements:
-            center = ratio * (i + half)
-            start = max(math.floor(center - radius + half), 0)
-            stop = min(math.floor(center + radius + half), self.size)
-            weights = [
-                filter_weight(self.kind, float((j - center + half) / scale))
-                for j in range(start, stop)
-            ]
-            rows.append((start, [weight / sum(weights) for weight in weights]))
-        return [
-            ([min(max(start + k, first), last) for start, _ in rows],
-             [weights[k] if k < len(weights) else 0.0 for _, weights in rows])
-            for k in range(max(len(weights) for _, weights in rows))
-        ]  # fmt: skip
+
+@lru_cache(maxsize=CACHE_SIZE)
+def filtered_taps(along: _Resampling, span: Span) -> list[Tap]:
+    """Return the elements under the filter of each element, and their shares of its sum."""
+    ratio, first, last = along.ratio, span.reach.start, span.reach.stop - 1
+    scale = max(ratio, Fraction(1))
+    radius, half = RADII[along.kind] * scale, Fraction(1, 2)
+    rows = list[tuple[int, list[float]]]()
+    for i in range(span.start, span.stop):
+        center = ratio * (i + half)
+        start = max(math.floor(center - radius + half), 0)
+        stop = min(math.floor(center + radius + half), along.size)
+        weights = [
+            filter_weight(along.kind, float((j - center + half) / scale))
+            for j in range(start, stop)
+        ]
+        total = sum(weights)
+        rows.append((start, [weight / total for weight in weights]))
+    return [
+        ([min(max(start + k, first), last) for start, _ in rows],
+         [weights[k] if k < len(weights) else 0.0 for _, weights in rows])
+        for k in range(max(len(weights) for _, weights in rows))
+    ]  # fmt: skip
 
 
 def filter_weight(kind: str, x: float) -> float:
@@ -186,10 +189,7 @@ def filter_weight(kind: str, x: float) -> float:
     if kind == "lanczos":
         angle = math.pi * x
         return radius * math.sin(angle) * math.sin(angle / radius) / angle**2 if x else 1.0
-    a = CUBIC_FILTER
-    if x < 1:
-        return ((a + 2) * x - (a + 3)) * x * x + 1
-    return (((x - 5) * x + 8) * x - 4) * a
+    return cubic_weight(x, CUBIC_FILTER)
 
 
 def linear_weights(rest: float) -> tuple[float, float]:
@@ -199,14 +199,17 @@ def linear_weights(rest: float) -> tuple[float, float]:
 
 def cubic_weights(rest: float) -> tuple[float, float, float, float]:
     """Return the weights of the two elements before a position and of the two after it."""
+    before, first, second, after = (
+        cubic_weight(x, CUBIC) for x in (rest + 1, rest, 1 - rest, 2 - rest)
+    )
+    return before, first, second, after
 
-    def near(x: float) -> float:
-        return ((CUBIC + 2) * x - (CUBIC + 3)) * x * x + 1
 
-    def far(x: float) -> float:
-        return ((CUBIC * x - 5 * CUBIC) * x + 8 * CUBIC) * x - 4 * CUBIC
-
-    return far(rest + 1), near(rest), near(1 - rest), far(2 - rest)
+def cubic_weight(x: float, a: float) -> float:
+    """Return the weight of a cubic convolution of coefficient `a` at a distance of at most 2."""
+    if x < 1:
+        return ((a + 2) * x - (a + 3)) * x * x + 1
+    return ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
 
 
 @lru_cache(maxsize=CACHE_SIZE)

@@ -1,8 +1,8 @@
 """Neighborhood attention of a block of queries to the keys that it reads, and its gradient.
 
 Queries are tiled. A tile reads the keys from the first of its first query to the last of its last
-one, and attends to them densely, under a mask: a product of matrices for each tile. Dilated
-neighborhoods are apart by their residue, for each of which neighborhoods are contiguous.
+one, and attends to them densely, under a mask: a product of matrices for each tile. With a dilation
+the positions of each residue are a dim of their own, in which neighborhoods are contiguous.
 """
 
 from __future__ import annotations
@@ -105,6 +105,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sides: Sequence[Side], scale: float)
         scale: the factor of the scores.
     """
     out = v.new_zeros((*q.shape[:-1], v.shape[-1]))
+    q, k, v = map(wide, (q, k, v))
     for queries, keys, undilated in _residues(sides):
         if 0 not in out[queries].shape:
             out[queries] = _attend(q[queries], k[keys], v[keys], undilated, scale)
@@ -116,6 +117,7 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of the queries, keys and values of `attend` for a cotangent."""
     grads = tuple(torch.zeros_like(x) for x in (q, k, v))
+    grad, q, k, v = map(wide, (grad, q, k, v))
     for queries, keys, undilated in _residues(sides):
         if 0 in grad[queries].shape:
             continue
@@ -142,34 +144,31 @@ def _residues(sides: Sequence[Side]) -> Iterator[tuple[Indices, Indices, list[Si
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, sides: Sequence[Side], scale: float) -> Tensor:
-    """Return the attention of undilated neighborhoods."""
+    """Return the attention of undilated neighborhoods, in the dtype of sums."""
     outs = []
     for tilings in _parts(q, k, sides):
-        q_tile, k_tile, v_tile = _tiles(q, tilings, "rows"), *(
-            _tiles(x, tilings, "columns") for x in (k, v))  # fmt: skip
-        weights = _weights(q_tile, k_tile, tilings, scale)
-        outs.append(_untiled(weights @ v_tile, tilings, "rows"))
-    return _first(torch.cat(outs, 1), q).to(v.dtype)
+        rows, columns = [t.rows for t in tilings], [t.columns for t in tilings]
+        weights = _weights(_tiles(q, rows), _tiles(k, columns), tilings, scale)
+        outs.append(_untiled(weights @ _tiles(v, columns), rows))
+    return _first(torch.cat(outs, 1), q)
 
 
 def _gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sides: Sequence[Side], scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of undilated neighborhoods."""
-    of_queries = []
-    of_keys, of_values = torch.zeros_like(wide(k)), torch.zeros_like(wide(v))
+    """Return the gradients of undilated neighborhoods, in the dtype of sums."""
+    of_queries, of_keys, of_values = [], torch.zeros_like(k), torch.zeros_like(v)
     for tilings in _parts(q, k, sides):
-        q_tile, k_tile, v_tile = _tiles(q, tilings, "rows"), *(
-            _tiles(x, tilings, "columns") for x in (k, v))  # fmt: skip
-        g = _tiles(grad, tilings, "rows") * _outer([t.real for t in tilings]).unsqueeze(-1)
+        rows, columns = [t.rows for t in tilings], [t.columns for t in tilings]
+        q_tile, k_tile, v_tile = _tiles(q, rows), _tiles(k, columns), _tiles(v, columns)
+        g = _tiles(grad, rows) * _outer([t.real for t in tilings]).unsqueeze(-1)
         weights = _weights(q_tile, k_tile, tilings, scale)
         kept = g @ v_tile.mT
         of_scores = weights * (kept - (weights * kept).sum(-1, keepdim=True)) * scale
-        of_queries.append(_untiled(of_scores @ k_tile, tilings, "rows"))
+        of_queries.append(_untiled(of_scores @ k_tile, rows))
         for total, part in ((of_keys, of_scores.mT @ q_tile), (of_values, weights.mT @ g)):
-            _add_tiles(total, _untiled(part, tilings, "columns"), tilings)
-    of_all = _first(torch.cat(of_queries, 1), q)
-    return of_all.to(q.dtype), of_keys.to(k.dtype), of_values.to(v.dtype)
+            _add_tiles(total, _untiled(part, columns), columns)
+    return _first(torch.cat(of_queries, 1), q), of_keys, of_values
 
 
 def _parts(q: Tensor, k: Tensor, sides: Sequence[Side]) -> Iterator[list[_Tiling]]:
@@ -184,21 +183,20 @@ def _parts(q: Tensor, k: Tensor, sides: Sequence[Side]) -> Iterator[list[_Tiling
         yield [tilings[0].part(first, first + step), *tilings[1:]]
 
 
-def _tiles(x: Tensor, tilings: Sequence[_Tiling], side: str) -> Tensor:
+def _tiles(x: Tensor, indices: Sequence[Tensor]) -> Tensor:
     """Return the tiles of a tensor, shape (batch, *tiles, heads, elements, width)."""
-    x, n = wide(x), len(tilings)
-    for i, tiling in enumerate(tilings):
-        indices: Tensor = getattr(tiling, side)
-        x = x.index_select(1 + 2 * i, indices.flatten()).unflatten(1 + 2 * i, indices.shape)
+    n = len(indices)
+    for i, of_dim in enumerate(indices):
+        x = x.index_select(1 + 2 * i, of_dim.flatten()).unflatten(1 + 2 * i, of_dim.shape)
     tiles, elements = range(1, 1 + 2 * n, 2), range(2, 2 + 2 * n, 2)
     x = x.permute(0, *tiles, 1 + 2 * n, *elements, 2 + 2 * n)
     return x.flatten(2 + n, 1 + 2 * n)
 
 
-def _untiled(x: Tensor, tilings: Sequence[_Tiling], side: str) -> Tensor:
+def _untiled(x: Tensor, indices: Sequence[Tensor]) -> Tensor:
     """Return tiles one after the other along each dim, shape (batch, *spatial, heads, width)."""
-    n = len(tilings)
-    x = x.unflatten(2 + n, [getattr(tiling, side).shape[1] for tiling in tilings])
+    n = len(indices)
+    x = x.unflatten(2 + n, [of_dim.shape[1] for of_dim in indices])
     order = [dim for i in range(n) for dim in (1 + i, 2 + n + i)]
     x = x.permute(0, *order, 1 + n, 2 + 2 * n)
     for i in range(n):
@@ -206,12 +204,12 @@ def _untiled(x: Tensor, tilings: Sequence[_Tiling], side: str) -> Tensor:
     return x
 
 
-def _add_tiles(total: Tensor, x: Tensor, tilings: Sequence[_Tiling]) -> None:
+def _add_tiles(total: Tensor, x: Tensor, indices: Sequence[Tensor]) -> None:
     """Add the elements of tiles of keys to the keys."""
-    for i, tiling in reversed(list(enumerate(tilings))):
+    for i, of_dim in reversed(list(enumerate(indices))):
         shape = list(x.shape)
         shape[1 + i] = total.shape[1 + i]
-        x = x.new_zeros(shape).index_add_(1 + i, tiling.columns.flatten(), x)
+        x = x.new_zeros(shape).index_add_(1 + i, of_dim.flatten(), x)
     total.add_(x)
 
 

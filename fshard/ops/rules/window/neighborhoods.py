@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -68,11 +68,12 @@ def neighborhood_attention_backward(
         return attend_backward(grad, query, key, value, sides, scale)
 
 
-def _sides(x: Tensor, kernels: Sequence[int], dilations: Sequence[int],
-           causal: Sequence[bool]) -> list[Side]:  # fmt: skip
+def _sides(
+    query: Tensor | Meta, kernels: Sequence[int], dilations: Sequence[int], causal: Sequence[bool]
+) -> tuple[Side, ...]:
     """Return the spatial dims of all queries and keys."""
-    rows = zip(x.shape[1:-2], kernels, dilations, causal, strict=True)
-    return [Side(0, 0, *row) for row in rows]
+    rows = zip(query.shape[1:-2], kernels, dilations, causal, strict=True)
+    return tuple(Side(0, 0, *row) for row in rows)
 
 
 @neighborhood_attention.register_fake
@@ -287,11 +288,9 @@ class _LocalNeighborhoods:
         queries = ctx.operands[self.query]
         parts = spans((*self.windows, None, None), queries, ctx.rank)[:-2]
         sides = [
-            side if part is None
-            else Side(part.start, part.reach.start, side.size, side.kernel, side.dilation,
-                      side.causal)
+            side if part is None else replace(side, start=part.start, first=part.reach.start)
             for part, side in zip(parts, self.sides, strict=True)
-        ]  # fmt: skip
+        ]
         block = _AttendedBlock(tuple(sides), args[-1])
         if not self.query:
             return block(*args[:3])
@@ -302,14 +301,8 @@ def _rule(call: OpCall, query: Meta) -> tuple[SpatialFactors, tuple[Window, ...]
     """Return the factors, windows and numbers of the spatial dims of a call."""
     count = query.ndim - 3
     names = letters(2 * count, "nhde")
-    options = (call.get(name) for name in ("kernel_size", "dilation", "is_causal"))
-    sides = tuple(
-        Side(0, 0, size, *row)
-        for size, *row in zip(query.shape[1:-2], *options, strict=True)
-    )  # fmt: skip
-    windows = tuple(
-        _window(side, names[count + i], names[i]) for i, side in enumerate(sides)
-    )  # fmt: skip
+    sides = _sides(query, *map(call.get, ("kernel_size", "dilation", "is_causal")))
+    windows = tuple(_window(side, names[count + i], names[i]) for i, side in enumerate(sides))
     return SpatialFactors.of(windows, names), windows, sides
 
 

@@ -16,7 +16,7 @@ import torch
 from fshard.ops.core.builders import is_inexact, kind_modes, linear_modes
 from fshard.ops.core.call import Meta, OpCall, argument, schema_arguments
 from fshard.ops.core.registry import register_rule
-from fshard.ops.core.rule import Dims, Rule
+from fshard.ops.core.rule import Rule
 from fshard.ops.core.windows import Reach, Window
 from fshard.ops.rules.letters import letters
 from fshard.ops.rules.shard_call import ShardCall, call_with, has_empty_shard, zero_results
@@ -279,10 +279,15 @@ def avg_pool_backward(call: OpCall) -> Rule:
     """Rule of average pooling's gradient, added up where windows overlap."""
     made, x = call.operands
     pools, windows, factors = _pools(call, x, made)
-    lead: Dims = planes(x, len(pools))
-    read = (*lead, *factors.read)
-    return Rule(((*lead, *factors.made), read), (read,), modes=linear_modes(0),
-                local=_LocalAverageBackward(windows, pools), slices=factors.windows)  # fmt: skip
+    return gradient_rule(call, factors, _LocalAverageBackward(windows, pools))
+
+
+def gradient_rule(call: OpCall, factors: SpatialFactors, local: Any) -> Rule:
+    """Return the rule of a gradient of windows; operands after the first two are indices."""
+    lead = planes(call.operands[1], len(factors.read))
+    made, read = (*lead, *factors.made), (*lead, *factors.read)
+    return Rule((made, read, *[made] * (len(call.operands) - 2)), (read,), modes=linear_modes(0),
+                local=local, slices=factors.windows)  # fmt: skip
 
 
 Parts = Sequence[Span | None]
@@ -293,7 +298,7 @@ def gradient_of(
     windows: Windows, compute: Callable[..., Any], op: Any, args: Args, kwargs: Kwargs,
     ctx: RankContext,
 ) -> Any:  # fmt: skip
-    """Return `compute` of a rank's windows: zeros of no elements, and `op` if no dim is sharded."""
+    """Return a rank's gradient by `compute`, or by `op` if no dim is sharded."""
     parts = spans(windows, ctx.operands[0], ctx.rank)
     if has_empty_shard(ctx):
         return zero_results(args, kwargs, ctx)[0]
@@ -325,7 +330,7 @@ class _LocalAverageBackward(_LocalAverage):
 
 
 @dataclass(frozen=True, slots=True)
-class _LocalMaximumBackward:
+class LocalMaximumBackward:
     """Local gradient of a maximum: gradients are added to the elements that indices name."""
 
     windows: Windows
@@ -353,15 +358,7 @@ def max_pool_backward(call: OpCall) -> Rule:
     """Rule of maximum pooling's gradient, added up where windows overlap."""
     made, x = call.operands[:2]
     _, windows, factors = _pools(call, x, made)
-    return maxima_backward(call, windows, factors)
-
-
-def maxima_backward(call: OpCall, windows: Windows, factors: SpatialFactors) -> Rule:
-    """Return the rule of the gradient of maxima of windows."""
-    lead = planes(call.operands[1], len(windows))
-    made, read = (*lead, *factors.made), (*lead, *factors.read)
-    return Rule((made, read, made), (read,), modes=linear_modes(0),
-                local=_LocalMaximumBackward(windows), slices=factors.windows)  # fmt: skip
+    return gradient_rule(call, factors, LocalMaximumBackward(windows))
 
 
 @register_rule("fractional_max_pool2d_backward")

@@ -60,7 +60,7 @@ def roll(call: OpCall) -> Rule:
 
 @register_rule("flip", "fliplr", "flipud", "prims::rev")
 def flip(call: OpCall) -> Rule:
-    """Rule `ab->cb` of a flip of dim 0: a rank reads the interval that is its own, from the end."""
+    """Rule `ab->cb` of a flip of dim 0: a rank reads the interval as far from the other end."""
     x, name = call.operands[0], base_name(call.op)
     fixed = {"fliplr": [1], "flipud": [0]}.get(name)
     dims = call.args[1] if fixed is None and call.args[1:] else call.kwargs.get("dims", fixed)

@@ -1,6 +1,6 @@
 """Finite differences and integrals along sharded dims, decomposed into shifts and sums.
 
-Their rules keep the dim unsharded. Shifts send the elements next to each shard alone.
+Their rules keep the dim unsharded. Shifts send only the elements next to each shard.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def gradient(
 ) -> tuple[Tensor, ...]:
     """Decompose differences of neighbours, one-sided at the ends, into shifts."""
     dims = normalize_dims(range(x.ndim) if dim is None else dim, x.ndim)
-    widths = list(spacing) if isinstance(spacing, Sequence) else [spacing or 1] * len(dims)
+    spacing = 1 if spacing is None else spacing
+    widths = list(spacing) if isinstance(spacing, Sequence) else [spacing] * len(dims)
     return tuple(_slope(x, d, width, edge_order) for d, width in zip(dims, widths, strict=True))
 
 
@@ -47,20 +48,27 @@ def _slope(x: Tensor, dim: int, width: Any, edge_order: int) -> Tensor:
 @register_decomposition(aten.trapezoid.dx, aten.trapz.dx)
 def trapezoid(y: Tensor, dx: Any = 1, dim: int = -1) -> Tensor:
     """Decompose the integral over evenly spaced points into sums."""
-    n = y.shape[dim]
-    total = y.narrow(dim, 0, n - 1).sum(dim) + y.narrow(dim, 1, n - 1).sum(dim)
-    result: Tensor = total * (dx / 2)
+    begins, ends = _interval_ends(y, dim)
+    result: Tensor = (begins.sum(dim) + ends.sum(dim)) * (dx / 2)
     return result
 
 
 @register_decomposition(aten.trapezoid.x)
 def trapezoid_of_points(y: Tensor, x: Tensor, dim: int = -1) -> Tensor:
     """Decompose the integral over points at `x` into differences and a sum."""
-    n, axis = y.shape[dim], -1 if x.ndim == 1 else dim
-    steps = x.narrow(axis, 1, n - 1) - x.narrow(axis, 0, n - 1)
+    dim %= y.ndim
     if x.ndim == 1:
-        steps = steps.view([-1 if d == dim % y.ndim else 1 for d in range(y.ndim)])
-    return ((y.narrow(dim, 1, n - 1) + y.narrow(dim, 0, n - 1)) * steps).sum(dim) / 2
+        x = x.view([-1 if d == dim else 1 for d in range(y.ndim)])
+    for _ in range(y.ndim - x.ndim):
+        x = x.unsqueeze(0)
+    (begins, ends), (first, last) = _interval_ends(y, dim), _interval_ends(x, dim)
+    return ((begins + ends) * (last - first)).sum(dim) / 2
+
+
+def _interval_ends(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Return the values at the first and at the last points of the intervals between points."""
+    count = max(x.shape[dim] - 1, 0)
+    return x.narrow(dim, 0, count), x.narrow(dim, x.shape[dim] - count, count)
 
 
 @register_decomposition(aten.conv_tbc)
