@@ -59,6 +59,7 @@ from fshard.run.transports.torch_distributed import init
 from fshard.show.comm.comm_log import CommLog, comm_log
 from fshard.show.pictures.drawing import Picture
 from fshard.show.pictures.visualize import visualize
+from fshard.spmd.collectives.collective_matmul import all_gather_matmul, matmul_reduce_scatter
 from fshard.spmd.collectives.gather_scatter import all_gather, all_to_all, psum_scatter, pswapaxes
 from fshard.spmd.collectives.pcast import axis_index, axis_size, pcast
 from fshard.spmd.collectives.permutations import pbroadcast, ppermute, pshuffle
@@ -128,6 +129,7 @@ __all__ = [
     "Topology",
     "Torus",
     "all_gather",
+    "all_gather_matmul",
     "all_to_all",
     "apply",
     "arange",
@@ -151,6 +153,7 @@ __all__ = [
     "local_map",
     "lower_bound",
     "masked_select",
+    "matmul_reduce_scatter",
     "nonzero",
     "on_pairs",
     "ones",

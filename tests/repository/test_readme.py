@@ -33,7 +33,8 @@ GROUPS = {
     "ReplicatedToUnreduced ShardedToUnreduced",
     "Per-device functions": "shard_map local_map smap typeof LocalType simulate init",
     "Collectives": "psum pmean pmax pmin pprod pargmax pargmin all_gather psum_scatter all_to_all "
-    "pswapaxes ragged_all_to_all ppermute pshuffle pbroadcast pcast axis_index axis_size start",
+    "pswapaxes ragged_all_to_all ppermute pshuffle pbroadcast pcast axis_index axis_size "
+    "all_gather_matmul matmul_reduce_scatter start",
     "Operations and functions for one device": "apply on_pairs propagate Strategy partition "
     "Partition Roofline StepMemory auto Auto constrain rule Rule Mode register_rule "
     "register_decomposition",

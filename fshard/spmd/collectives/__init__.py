@@ -9,6 +9,7 @@ runs plan -> transfer of each leaf -> one launch per dtype -> `run/autograd/line
 - `permutations`: `ppermute`, `pshuffle`, `pbroadcast`.
 - `ragged_all_to_all`: an exchange of different numbers of rows.
 - `ring_fold`, `ring`: folds over blocks that move around a ring of ranks.
+- `collective_matmul`: `all_gather_matmul`, `matmul_reduce_scatter` on such a ring.
 - `pcast`: casts between states; `axis_index`, `axis_size`.
 - `start`: `fs.start`, asynchronous launches.
 - `axis_index_groups`, `wire_dtypes`: options of several collectives.

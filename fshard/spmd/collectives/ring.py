@@ -137,6 +137,13 @@ def sizes_along(
     return numbers
 
 
+def ring_index(name: str, mesh: Mesh, axes: tuple[str, ...], block: Sequence[torch.Tensor]) -> int:
+    """Return the index of this rank along axes; for tensors without values that of a first rank."""
+    is_planned = bool(block) and is_abstract(block[0])
+    transport = shape_transport(mesh, name) if is_planned else current_rank(mesh, name)
+    return mesh.group(transport.rank, axes).index(transport.rank)
+
+
 def ring_of(
     name: str, mesh: Mesh, axes: tuple[str, ...], block: Sequence[torch.Tensor], dim: int,
     sizes: Sequence[int] | None,
@@ -146,9 +153,7 @@ def ring_of(
     Raises:
         ShardingError: sizes that are not one for each rank, or not those of the block.
     """
-    is_planned = bool(block) and is_abstract(block[0])
-    transport = shape_transport(mesh, name) if is_planned else current_rank(mesh, name)
-    n, index = mesh.axis_size(axes), mesh.group(transport.rank, axes).index(transport.rank)
+    n, index = mesh.axis_size(axes), ring_index(name, mesh, axes, block)
     if sizes is None:
         label = Label(name, mesh, shapes=tuple(x.shape for x in block))
         return Ring(name, mesh, axes, index, n, None, label)

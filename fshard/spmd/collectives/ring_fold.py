@@ -47,6 +47,7 @@ def ring_fold(
     *,
     operands: tuple[Any, ...] = (),
     pull: Pull | None = None,
+    reads_result: bool = True,
     dim: int = 0,
     sizes: Sequence[int] | None = None,
     mesh: Mesh | None = None,
@@ -70,6 +71,7 @@ def ring_fold(
             of the operands, the latter a tuple; None stands for zeros. `grads` are the cotangents
             of `result`, the fold over all blocks. Without it, `step` and `merge` are
             differentiated, for which the n values between merges are saved.
+        reads_result: False if `pull` does not read `result`: it is None then, and is not saved.
         dim: the dim of the tensors of `blocks` whose sizes differ between ranks.
         sizes: its size on each index along the axes, zeros included. If they are left out, and an
             argument of the mapped function is uneven along the axes, the ranks exchange them.
@@ -97,39 +99,61 @@ def ring_fold(
     tensor([24., 20., 16., 16., 20., 36.])
     """
     owner, axes = resolve_axes(axis_name, mesh, NAME)
-    leaves, trees = [], []
-    for tree in (init, blocks, operands):
-        tensors, treedef = flatten(tree)
-        leaves.append(tensors)
-        trees.append(treedef)
-    for tensor in (x for group in leaves for x in group):
+    for tensor in flatten((init, blocks, operands))[0]:
         if not isinstance(tensor, torch.Tensor):
             fail(NAME, f"a leaf of type {type(tensor).__name__}",
                  "the leaves of init, blocks and operands must be tensors",
                  "close over other values: lambda block, index: ...")  # fmt: skip
-    counts = len(leaves[0]), len(leaves[1])
-    leaves[0] = [x.detach() for x in leaves[0]]
-    xs = tuple(x for group in leaves for x in group)
-    block = leaves[1]
+    block = flatten(blocks)[0]
     if sizes is None and block and -block[0].dim() <= dim < block[0].dim():
         found = sizes_along(NAME, "sizes", None, owner, axes, block[0], block[0].shape[dim])
         sizes = found if len({*found}) > 1 else None
     ring = ring_of(NAME, owner, axes, block, dim, sizes)
-    fold = _Fold(ring, step, merge, pull, trees[0], trees[1], trees[2], counts)
+    fold, xs = _fold_of(ring, init, step, merge, blocks, operands, pull, reads_result)
+    results = run_typed(NAME, axes, fold.run, xs)
+    return unflatten(fold.init_tree, results)  # type: ignore[no-any-return]
+
+
+def fold_on(
+    ring: Ring, init: Acc, step: Step, merge: Merge, blocks: Block, operands: tuple[Any, ...]
+) -> Acc:
+    """Fold over the blocks of a ring, without types; arguments are those of `ring_fold`."""
+    fold, xs = _fold_of(ring, init, step, merge, blocks, operands, None, True)
+    return unflatten(fold.init_tree, fold.run(xs))  # type: ignore[no-any-return]
+
+
+def _fold_of(
+    ring: Ring, init: Any, step: Step, merge: Merge, blocks: Block, operands: tuple[Any, ...],
+    pull: Pull | None, reads_result: bool,
+) -> tuple[RingFold, Tensors]:  # fmt: skip
+    """Return a fold, and the leaves of its arguments."""
+    (first, init_tree), (second, block_tree), (others, operand_tree) = map(
+        flatten, (init, blocks, operands)
+    )
+    counts = len(first), len(second)
+    fold = RingFold(ring, step, merge, pull, init_tree, block_tree, operand_tree, counts,
+                    reads_result)  # fmt: skip
+    return fold, (*(x.detach() for x in first), *second, *others)
+
+
+def run_typed(
+    name: str, axes: tuple[str, ...], run: Callable[[Tensors], Tensors], xs: Tensors
+) -> Tensors:
+    """Return the results of a function of locals, which vary along axes, and track their types."""
     tracker = current_tracker()
     if tracker is None:
-        return unflatten(trees[0], fold.run(xs))  # type: ignore[no-any-return]
-    effect = OpEffect(NAME, Action.OP, TypeRule.OTHER)
+        return run(xs)
+    effect = OpEffect(name, Action.OP, TypeRule.OTHER)
     states, casts = join_operands(tracker, effect, xs, {}, also=(States.varying(axes),))
     with tracker.pause():
-        results = fold.run(replace_tensors(xs, casts))
+        results = run(replace_tensors(xs, casts))
     for result in results:
         tracker.record(result, states)
-    return unflatten(trees[0], results)  # type: ignore[no-any-return]
+    return results
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Fold:
+class RingFold:
     """One fold: its ring, its functions, and the trees of its arguments.
 
     `counts` are the numbers of leaves of `init` and of a block; the operands' leaves follow.
@@ -143,6 +167,7 @@ class _Fold:
     block_tree: TreeDef
     operand_tree: TreeDef
     counts: tuple[int, int]
+    reads_result: bool = True
 
     def split(self, xs: Sequence[Any]) -> tuple[Tensors, Tensors, Tensors]:
         """Return the leaves of `init`, of the block and of the operands."""
@@ -156,11 +181,11 @@ class _Fold:
             return self.differentiable(xs)
         if is_differentiated(*xs):
             with labelled(self.ring.label):
-                results: Tensors = _RingFold.apply(self, *xs)  # type: ignore[no-untyped-call]
+                results: Tensors = _FoldFunction.apply(self, *xs)  # type: ignore[no-untyped-call]
             return results
         return self.fold(xs, self.ring.launch)
 
-    def guarded(self) -> _Fold:
+    def guarded(self) -> RingFold:
         """Return the fold with a check of its first step for tensors in its closure."""
 
         def step(block: Any, index: int, *operands: Any) -> Any:
@@ -267,7 +292,8 @@ class _Fold:
         assert self.pull is not None
         index = (self.ring.index - k) % self.ring.n
         of_block, of_operands = self.pull(
-            unflatten(self.init_tree, grads), unflatten(self.init_tree, result),
+            unflatten(self.init_tree, grads),
+            unflatten(self.init_tree, result) if self.reads_result else None,
             unflatten(self.block_tree, block), index, *unflatten(self.operand_tree, operands),
         )  # fmt: skip
         return _leaves(of_block, self.block_tree), _leaves(of_operands, self.operand_tree)
@@ -360,11 +386,11 @@ def _refuse_closure(x: torch.Tensor) -> NoReturn:
          "operands=(x,), and step=lambda block, index, x: ...")  # fmt: skip
 
 
-class _RingFold(torch.autograd.Function):
+class _FoldFunction(torch.autograd.Function):
     """Fold around the ring; its backward is a ring in the reverse direction."""
 
     @staticmethod
-    def forward(ctx: Any, fold: _Fold, *xs: torch.Tensor) -> Tensors:
+    def forward(ctx: Any, fold: RingFold, *xs: torch.Tensor) -> Tensors:
         saved: list[Any] | None = None if fold.pull is not None else []
         inputs = tuple(x.detach() for x in xs)
         results = fold.guarded().fold(inputs, fold.ring.launch, saved)
@@ -373,7 +399,7 @@ class _RingFold(torch.autograd.Function):
         ctx.fold, ctx.label = fold, backward_label()
         ctx.merged = [acc is not None for acc in saved or ()]
         kept = [x for acc in saved or () if acc is not None for x in acc]
-        ctx.save_for_backward(*xs, *results, *kept)
+        ctx.save_for_backward(*xs, *(results if fold.reads_result else ()), *kept)
         return results
 
     @staticmethod
@@ -381,9 +407,9 @@ class _RingFold(torch.autograd.Function):
         fold, needs = ctx.fold, ctx.needs_input_grad[1:]
         first, second = len(needs), fold.counts[0]
         tensors = ctx.saved_tensors
-        xs, results = tensors[:first], tensors[first : first + second]
-        kept = iter(tensors[first + second :])
-        saved = [tuple(next(kept) for _ in results) if has else None for has in ctx.merged]
+        last = first + (second if fold.reads_result else 0)
+        xs, results, kept = tensors[:first], tensors[first:last], iter(tensors[last:])
+        saved = [tuple(next(kept) for _ in grads) if has else None for has in ctx.merged]
         with backward_phase(ctx.label):
             if not torch.is_grad_enabled():
                 blocks = needs[second : second + fold.counts[1]]

@@ -60,9 +60,25 @@ def all_on_rank() -> dict[Any, int]:
     block = Spec(MESH, P(None, None, "cp"), shape=(1, 2, 32, 4), dtype=F64)
     part = fs.partition(attention, mesh=MESH, in_specs=block.partition, topology=FREE_LAUNCHES)
     check(part, attention, *[block] * 3, second=False)
+    check_products()
     with fs.comm_log() as log:
         ring(*pairs_of(*[block] * 3))
     return dict(log.bytes)
+
+
+def check_products() -> None:
+    """Check products beside a gather and a reduction of uneven shards: Megatron-LM's MLP."""
+    rows = Spec(MESH, P("cp"), shape=(9, 3), dtype=F64, sizes={0: (4, 0, 2, 3)})
+    sizes = (2, 1, 0, 3)
+    up = Spec(MESH, P(None, "cp"), shape=(3, 6), dtype=F64, sizes={1: sizes})
+    down = Spec(MESH, P("cp"), shape=(6, 3), dtype=F64, sizes={0: sizes})
+
+    def mlp(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        hidden = fs.all_gather_matmul(x, up, "cp").square()
+        return fs.matmul_reduce_scatter(hidden, down, "cp", sizes=rows.shard_sizes(0))
+
+    mapped = fs.shard_map(mlp, mesh=MESH, in_specs=(rows, up, down), out_specs=rows)
+    check(mapped, lambda x, up, down: (x @ up).square() @ down, rows, up, down, second=True)
 
 
 def on_grid() -> None:
