@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
@@ -11,15 +12,17 @@ import torch
 from torch.optim.sgd import sgd as sgd_kernel
 
 from fshard._torch.operators import AdamWOptions, foreach_adamw, fused_adamw
+from fshard._util.cache import CACHE_SIZE
 from fshard.layout.sharded import Sharded
 from fshard.layout.spec import Spec
+from fshard.layout.tree import local_of, spec_of
 from fshard.state.optimizers.optimizer import Optimizer, Rate, Slots, rate_at
 from fshard.state.optimizers.option_checks import OptionChecks
 
 Tensors = list[torch.Tensor]
 MAX_GROUP = 2**17
 """Bytes of parameters that one call of PyTorch updates on a CPU, unless one tensor has more."""
-_dtype_of, _device_of, _nbytes_of = map(attrgetter, ("dtype", "device", "nbytes"))
+_device_of, _nbytes_of = map(attrgetter, ("device", "nbytes"))
 
 
 def sgd(
@@ -66,7 +69,7 @@ def sgd(
         return {"momentum": spec} if momentum else {}
 
     def kernel(
-        step: int, grads: Tensors, params: Tensors, buffers: Sequence[torch.Tensor] = ()
+        step: int, params: Tensors, grads: Tensors, buffers: Sequence[torch.Tensor] = ()
     ) -> None:
         # A buffer of None is set to the gradient, without dampening: the first step.
         created: list[torch.Tensor | None] = [*buffers] if step > 1 else [None] * len(params)
@@ -122,56 +125,66 @@ def adamw(
     def slots(spec: Spec) -> dict[str, Spec | None]:
         return {"mean": spec, "square": spec}
 
-    update, groups = (fused_adamw, _by_dtype) if fused else (foreach_adamw, _small_groups)
+    update, limit = (fused_adamw, math.inf) if fused else (foreach_adamw, MAX_GROUP)
 
-    def kernel(
-        step: int, grads: Tensors, params: Tensors, means: Tensors, squares: Tensors
-    ) -> None:
-        columns = [params, grads, means, squares]
-        if any(map(torch.is_complex, params)):
-            columns = [[torch.view_as_real(x) if x.is_complex() else x for x in xs]
-                       for xs in columns]  # fmt: skip
-        options = AdamWOptions(step, rate_at(lr, step), *betas, eps, weight_decay)
-        for group in groups(columns):
-            update(*group, options=options)
+    def kernel(step: int, *columns: Tensors) -> None:
+        if columns[0][0].is_complex():
+            columns = tuple([*map(torch.view_as_real, xs)] for xs in columns)
+        update(*columns, options=AdamWOptions(step, rate_at(lr, step), *betas, eps, weight_decay))
 
-    return Optimizer("fs.state.adamw", slots, _on_locals(kernel), specs)
+    return Optimizer("fs.state.adamw", slots, _on_locals(kernel, limit), specs)
 
 
-def _by_dtype(columns: Sequence[Tensors]) -> Iterable[Sequence[Tensors]]:
-    """Return the columns of each dtype and device."""
-    kinds = [*zip(map(_dtype_of, columns[0]), map(_device_of, columns[0]), strict=True)]
-    if len({*kinds}) == 1:
-        return [columns]
-    return [[[x for x, other in zip(xs, kinds, strict=True) if other == kind] for xs in columns]
-            for kind in dict.fromkeys(kinds)]  # fmt: skip
+@lru_cache(maxsize=CACHE_SIZE)
+def _rows_of_calls(
+    specs: tuple[Spec, ...], nbytes: tuple[int, ...], devices: tuple[torch.device, ...],
+    limit: float,
+) -> list[list[int]]:  # fmt: skip
+    """Return the indices of the parameters of every call: nonempty, of one dtype and device.
+
+    Args:
+        specs: layouts of the parameters.
+        nbytes: bytes of their locals.
+        devices: device of each local, or the one of all.
+        limit: bytes that a call updates at most, unless one local has more.
+    """
+    calls: dict[Any, list[list[int]]] = {}
+    total = 0.0
+    for index, (spec, size) in enumerate(zip(specs, nbytes, strict=True)):
+        if not size:
+            continue
+        parts = calls.setdefault((spec.dtype, devices[index % len(devices)]), [])
+        total += size
+        if not parts or total > limit:
+            parts.append([])
+            total = size
+        parts[-1].append(index)
+    return [rows for parts in calls.values() for rows in parts]
 
 
-def _small_groups(columns: Sequence[Tensors]) -> Iterator[Sequence[Tensors]]:
-    """Yield consecutive parts of columns: on a CPU those that stay in its cache meanwhile."""
-    limit = MAX_GROUP if columns[0][0].device.type == "cpu" else math.inf
-    first, total = 0, 0
-    for index, nbytes in enumerate(map(_nbytes_of, columns[0])):
-        if total + nbytes > limit and index > first:
-            yield [xs[first:index] for xs in columns]
-            first, total = index, 0
-        total += nbytes
-    yield [xs[first:] for xs in columns]
+def _on_locals(kernel: Callable[..., None], limit: float = math.inf) -> Any:
+    """Return the kernel on pairs of one that takes lists of one rank's nonempty tensors.
 
-
-def _on_locals(kernel: Callable[..., None]) -> Any:
-    """Return the kernel on pairs of one that takes lists of one rank's nonempty tensors."""
+    Args:
+        kernel: function of the step and of lists of tensors: parameters, gradients and each slot,
+            all of one dtype and device.
+        limit: bytes of parameters that it is called with at most on a CPU.
+    """
 
     def run(step: int, grads: list[Sharded], slots: Slots, params: list[Sharded]) -> None:
-        columns: list[Sequence[Any]] = [grads, params, *slots.values()]
-        simulated = not isinstance(params[0].local, torch.Tensor)
-        for index in range(len(params[0].local)) if simulated else (None,):
-            tensors = [[p.local if index is None else p.local[index] for p in column]
-                       for column in columns]  # fmt: skip
-            if not all(map(torch.numel, tensors[0])):
-                rows = [row for row in zip(*tensors, strict=True) if row[0].numel()]
-                tensors = [*map(list, zip(*rows, strict=True))]
-            if tensors:
-                kernel(step, *tensors)
+        specs = tuple(map(spec_of, params))
+        columns = [[*map(local_of, column)] for column in (params, grads, *slots.values())]
+        simulated = not isinstance(columns[0][0], torch.Tensor)
+        for rank in range(len(columns[0][0])) if simulated else (None,):
+            tensors = columns if rank is None else [[x[rank] for x in xs] for xs in columns]
+            nbytes = tuple(map(_nbytes_of, tensors[0]))
+            devices = [*map(_device_of, tensors[0])]
+            if devices.count(devices[0]) == len(devices):
+                del devices[1:]
+            at_most = limit if devices[0].type == "cpu" else math.inf
+            calls = _rows_of_calls(specs, nbytes, tuple(devices), at_most)
+            for rows in calls:
+                is_all = len(rows) == len(specs)
+                kernel(step, *tensors if is_all else [[xs[i] for i in rows] for xs in tensors])
 
     return run

@@ -138,7 +138,7 @@ class Optimizer:
     def _layouts(self, where: str, params: Any, specs: Sequence[Spec]) -> list[Spec]:
         """Return the spec of every parameter while it is updated: sharded or invariant."""
         if self.specs is None:
-            return [*map(invariant_spec, specs)]
+            return [*_invariant_specs(tuple(specs))]
         layouts = broadcast_prefix(
             read_placements(self.specs, specs[0].mesh), params, "specs", where
         )
@@ -162,6 +162,11 @@ def invariant_spec(spec: Spec) -> Spec:
         return spec
     return Spec(spec.mesh, PartitionSpec(*spec.partition.dims), shape=spec.shape, dtype=spec.dtype,
                 sizes={d: s for d, s in enumerate(spec.sizes) if s is not None})  # fmt: skip
+
+
+@lru_cache(maxsize=CACHE_SIZE)
+def _invariant_specs(specs: tuple[Spec, ...]) -> tuple[Spec, ...]:
+    return tuple(map(invariant_spec, specs))
 
 
 @lru_cache(maxsize=CACHE_SIZE)
