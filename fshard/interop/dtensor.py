@@ -12,7 +12,12 @@ from typing import Any
 import torch
 
 from fshard._util.errors import fail
-from fshard.layout.mesh import Mesh, from_device_mesh_hook, to_device_mesh_hook
+from fshard.layout.mesh import (
+    Mesh,
+    from_device_mesh_hook,
+    read_device_mesh,
+    to_device_mesh_hook,
+)
 from fshard.layout.sharded import Pair, Sharded
 from fshard.layout.spec import Spec
 from fshard.layout.tree import is_pair
@@ -49,7 +54,7 @@ def from_dtensor(dtensor: Any, /, mesh: Mesh | None = None) -> Sharded:
         fail(where, f"a {type(dtensor).__name__}", "the argument must be a DTensor",
              "fs.from_local(local, mesh, fs.P('x')) of a local tensor")  # fmt: skip
     device_mesh = dtensor.device_mesh
-    own = Mesh.from_device_mesh(device_mesh)
+    own, mesh = Mesh.from_device_mesh(device_mesh), read_device_mesh(mesh)
     if mesh is not None and (mesh.sizes, mesh.ranks) != (own.sizes, own.ranks):
         fail(where, f"{mesh} for a DTensor on {own}",
              "the mesh must have the same ranks on axes of the same sizes",

@@ -20,7 +20,7 @@ import torch
 
 from fshard._util.errors import Problem, fail, raise_if
 from fshard._util.text import plural
-from fshard.layout.mesh import Mesh
+from fshard.layout.mesh import Mesh, read_device_mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
 
@@ -48,6 +48,7 @@ def to_jax(value: Mesh | PartitionSpec | Spec, /, *, abstract: bool = False) -> 
     """
     where = "fs.interop.to_jax"
     sharding = _jax_sharding(where)
+    value = read_device_mesh(value)
     match value:
         case Mesh():
             return _mesh_to_jax(where, sharding, value, abstract)

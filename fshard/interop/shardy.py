@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 
 from fshard._util.errors import Problem, fail, raise_if
-from fshard.layout.mesh import Mesh, as_mesh
+from fshard.layout.mesh import Mesh, as_mesh, read_device_mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
 
@@ -53,6 +53,7 @@ def to_shardy(value: Mesh | Spec, /, *, mesh_name: str = "mesh") -> str:
     #sdy.sharding<@mesh, [{"tp", "dp"}, {}]>
     """
     where = "fs.interop.to_shardy"
+    value = read_device_mesh(value)
     if isinstance(value, Mesh):
         return f"sdy.mesh @{mesh_name} = <{_mesh_text(where, value)}>"
     if not isinstance(value, Spec):

@@ -477,12 +477,15 @@ def _shape(mesh: Mesh) -> Mapping[str, int]:
 
 def as_mesh(mesh: object, where: str) -> Mesh:
     """Return a mesh, or that of a `DeviceMesh`; raise `ShardingError` for anything else."""
-    if isinstance(mesh, Mesh):
-        return mesh
-    if hasattr(mesh, "mesh_dim_names"):
-        return Mesh.from_device_mesh(mesh)
+    if isinstance(own := read_device_mesh(mesh), Mesh):
+        return own
     fail(where, f"a mesh of type {type(mesh).__name__}", "a mesh must be a fs.Mesh",
          "fs.Mesh(dp=2, tp=4)")  # fmt: skip
+
+
+def read_device_mesh(value: Any) -> Any:
+    """Return the mesh of a `DeviceMesh`; other values as they are."""
+    return Mesh.from_device_mesh(value) if hasattr(value, "mesh_dim_names") else value
 
 
 @Hook

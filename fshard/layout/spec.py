@@ -62,7 +62,7 @@ class Spec(NotebookView):
 
     Args:
         mesh: the devices.
-        partition: the mesh axes of each dim, unreduced and reduced axes.
+        partition: the mesh axes of each dim, unreduced and reduced axes; or DTensor's placements.
         shape: global shape.
         dtype: dtype of the tensor.
         sizes: shard sizes of each dim whose size the number of shards does not divide;
@@ -110,6 +110,8 @@ class Spec(NotebookView):
         uneven: str | None = None,
     ) -> None:
         mesh = as_mesh(mesh, "fs.Spec")
+        if not isinstance(partition, PartitionSpec):
+            partition = partition_of(mesh, partition, len(as_ints(shape) or ()))
         raise_if("fs.Spec", type_problems(mesh, partition, shape, dtype))
         shape = as_ints(shape) or ()
         problems = value_problems(mesh, partition, shape, dtype, uneven)
@@ -288,7 +290,7 @@ class Spec(NotebookView):
         """Return a spec with some parts changed, checked as by the constructor.
 
         Args:
-            partition: new partition.
+            partition: new partition, or DTensor's placements.
             shape: new global shape.
             dtype: new dtype.
             sizes: new shard sizes by dim. A dim whose axes and size stay the same keeps its own.
@@ -306,6 +308,7 @@ class Spec(NotebookView):
         shape = self.shape if shape is None else shape
         mesh = self.mesh if mesh is None else as_mesh(mesh, "Spec.replace")
         dtype = dtype or self.dtype
+        partition = partition_of(mesh, partition, len(as_ints(shape) or ()))
         raise_if("Spec.replace", type_problems(mesh, partition, shape, dtype))
         shape, sizes = as_ints(shape) or (), {} if sizes is None else sizes
         if not isinstance(sizes, Mapping):

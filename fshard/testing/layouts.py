@@ -11,7 +11,7 @@ from fshard.layout.parsing import parse
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.sharded import Sharded
 from fshard.layout.spec import Spec
-from fshard.layout.tree import broadcast_prefix, flatten, paths
+from fshard.layout.tree import broadcast_prefix, flatten, paths, read_placements
 from fshard.show.pictures.visualize import visualize
 
 WHERE = "fs.testing.assert_layout"
@@ -23,7 +23,8 @@ def assert_layout(value: Any, expected: Any) -> None:
     Args:
         value: a pair, a `Spec`, or a pytree of them.
         expected: the text of a spec as `str(spec)` prints it, a `Spec`, or a `P`, which leaves
-            shape and dtype open; or a pytree of these that is a prefix of `value`.
+            shape and dtype open, or DTensor's placements; or a pytree of these that is a prefix of
+            `value`.
 
     Raises:
         AssertionError: a layout differs; the text has every layout that differs beside the expected
@@ -47,7 +48,8 @@ def assert_layout(value: Any, expected: Any) -> None:
     ...
     """
     leaves, _ = flatten(value)
-    wanted = broadcast_prefix(expected, value, "expected", WHERE)
+    mesh = next((leaf.mesh for leaf in leaves if isinstance(leaf, Spec | Sharded)), None)
+    wanted = broadcast_prefix(read_placements(expected, mesh), value, "expected", WHERE)
     lines, drawn = [], ""
     for leaf, goal, path in zip(leaves, wanted, paths(value, "value"), strict=True):
         spec = _spec(leaf, path)

@@ -1,14 +1,16 @@
-"""DTensor's placements in trees of layouts, and in rules, in the place of partitions."""
+"""DTensor's placements and DeviceMesh in the place of partitions and meshes, in trees and rules."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fshard as fs
 from fshard import Mesh, P
@@ -64,3 +66,51 @@ def test_trees_of_placements_are_taken_as_trees_of_partitions(name: str, tmp_pat
 def test_placements_without_a_mesh_are_refused() -> None:
     with pytest.raises(fs.ShardingError, match=r"Shard\(dim=0\).*is not a P"):
         fs.state.match_rules([(".*", ROWS)], TREE)
+
+
+@pytest.fixture(scope="module")
+def device_mesh() -> Iterator[Any]:
+    """A DeviceMesh of 2 x 2 ranks in one process."""
+    torch.distributed.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y"))
+    torch.distributed.destroy_process_group()
+
+
+TEXTS: dict[str, Callable[[Any], Any]] = {
+    "Spec": lambda mesh: fs.Spec(mesh, ROWS, shape=(4, 4)),
+    "Spec.replace": lambda mesh: fs.Spec(mesh, P(), shape=(4, 4)).replace(partition=ROWS),
+    "from_dtensor": lambda mesh: fs.from_dtensor(
+        DTensor.from_local(torch.ones(2, 4), mesh, ROWS), mesh).spec,
+    "parse": lambda mesh: fs.parse("f32[4@x,4]", mesh),
+    "shard": lambda mesh: fs.shard(torch.ones(4, 4), mesh, ROWS).spec,
+    "scatter": lambda mesh: fs.scatter(torch.ones(4, 4), mesh, ROWS).spec,
+    "from_local": lambda mesh: fs.from_local((torch.ones(2, 4),) * 4, mesh, ROWS).spec,
+    "reshard": lambda mesh: fs.reshard(fs.shard(torch.ones(4, 4), mesh, P()), ROWS).spec,
+    "simulate": lambda mesh: fs.simulate(
+        mesh, lambda x: (fs.psum(x, "x", mesh=mesh), fs.Spec(mesh, ROWS, shape=(4, 4))),
+        torch.ones(1))[0][1],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_device_meshes_and_placements_are_taken(name: str, device_mesh: Any) -> None:
+    assert str(TEXTS[name](device_mesh)) == "f32[4@x,4]"
+
+
+def test_device_meshes_are_seen_and_written_as_meshes(device_mesh: Any) -> None:
+    assert str(fs.visualize(device_mesh)) == str(fs.visualize(ON))
+    assert fs.interop.to_shardy(device_mesh) == fs.interop.to_shardy(ON)
+    pair = fs.shard(torch.ones(4, 4), device_mesh, ROWS)
+    fs.testing.assert_layout({"w": pair}, {"w": ROWS})
+    with pytest.raises(AssertionError, match="expected"):
+        fs.testing.assert_layout(pair, COLUMNS)
+
+
+def test_a_constraint_names_the_partition_of_placements() -> None:
+    """A traced function has no mesh; the fix of the error is the layout on a mesh."""
+    x = torch.ones(4, 4)
+    with pytest.raises(fs.ShardingError, match="without a mesh") as caught:
+        fs.constrain(x, ROWS)  # type: ignore[arg-type]
+    fix = str(caught.value).partition("fix:")[2]
+    names = {"fs": fs, "mesh": ON, "x": x, "Shard": Shard, "Replicate": Replicate}
+    assert eval(fix.strip(), names) == P("x", None)

@@ -38,7 +38,7 @@ from fshard._util.errors import Problem, ShardingError, fail, raise_if
 from fshard._util.text import one_line
 from fshard.layout.mesh import Axes, as_axes
 from fshard.layout.partition_spec import PartitionSpec
-from fshard.layout.spec import Spec
+from fshard.layout.spec import Spec, is_placements
 from fshard.ops.core.cache_keys import freeze, unfreeze_call
 from fshard.ops.core.call import (
     Meta,
@@ -403,8 +403,10 @@ def constrain(
     tensor([1., 1.])
     """
     if not isinstance(partition, PartitionSpec):
-        fail("fs.constrain", f"{partition!r}", "a layout must be a PartitionSpec",
-             'fs.P("dp", None)')  # fmt: skip
+        by_name = f"fs.Spec.from_placements(mesh, {partition!r}, x.shape).partition"
+        fail("fs.constrain", f"{partition!r}", "a layout must be a PartitionSpec: the function is "
+             "traced without a mesh",
+             by_name if is_placements(partition) else 'fs.P("dp", None)')  # fmt: skip
     requested = None if axes is None else as_axes(axes, "fs.constrain: axes")
     if requested is not None and not {*partition.axes} <= {*requested}:
         fail("fs.constrain", f"{partition!r} with axes={axes!r}",

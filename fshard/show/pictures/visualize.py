@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fshard._util.errors import fail
-from fshard.layout.mesh import Mesh
+from fshard.layout.mesh import Mesh, read_device_mesh
 from fshard.layout.sharded import Pair
 from fshard.layout.spec import Spec
 from fshard.layout.tree import is_pair
@@ -74,6 +74,7 @@ def visualize(
     each rank holds f32[2], 8 B of 16 B
     invariant over dp: ranks such as 0, 2 hold the same
     """
+    value = read_device_mesh(value)
     if topology is not None and not isinstance(value, Mesh | Program):
         fail(WHERE, f"topology= for a {type(value).__name__}", "topology must be that of a Mesh or "
              "a Program", "fs.visualize(spec.mesh, topology=topology)")  # fmt: skip

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -29,6 +29,7 @@ from fshard.random.keyed import keyed
 from fshard.run.global_tensors import shard
 from fshard.state.local_updates import map_locals
 from fshard.state.modules.functional import Functional, Tensors, functional
+from fshard.state.modules.module_attributes import refuse_attribute
 from fshard.state.modules.parallel_styles import (
     StyledModule,
     Styles,
@@ -77,6 +78,11 @@ class DistributedModule:
         names = "mesh", "in_specs", "out_specs", "params", "topology", "hold"
         options = {name: getattr(self.partition, name) for name in names}
         return _rebuild, (self.module, self.styled, self.params, self.buffers, options)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name == "module":  # before it is set
+            raise AttributeError(name)
+        refuse_attribute(self.module, name)
 
     def __call__(
         self, params: Tensors, buffers: Tensors, /, *args: Any, **kwargs: Any

@@ -82,3 +82,47 @@ def test_state_dicts_go_to_pairs_and_back() -> None:
     again = fs.state.tree_shard(params, source.specs["params"])
     for name, pair in source.params.items():
         assert all(map(torch.equal, again[name].local, pair.local))
+
+
+FIXES = {"state_dict": 2, "parameters": 2, "named_parameters": 2, "named_buffers": 3,
+         "named_modules": 2, "forward": 2}  # fmt: skip
+"""By the method of a module the number of items that its fix has."""
+
+
+@pytest.mark.parametrize("name", FIXES)
+def test_attributes_of_modules_name_the_functional_code(name: str) -> None:
+    net = nn.Sequential(nn.BatchNorm1d(4))
+    distributed = fs.state.distribute_module(net, MESH, in_specs=P("dp"))
+    with pytest.raises(fs.ShardingError, match=f"{name} of a distributed Sequential") as caught:
+        getattr(distributed, name)
+    assert isinstance(caught.value, AttributeError)
+    assert not hasattr(distributed, name)
+    fix = str(caught.value).rpartition("fix:")[2].partition(", which")[0].strip()
+    value = eval(fix.replace("...", "noise(4, 4).float()"), globals(), {"distributed": distributed})
+    assert len([*(value() if callable(value) else value)]) == FIXES[name]
+
+
+@pytest.mark.parametrize("name", ["load_state_dict", "to", "double", "zero_grad"])
+def test_methods_that_change_a_module_are_refused(name: str) -> None:
+    distributed = fs.state.distribute_module(nn.Linear(4, 4), MESH)
+    with pytest.raises(fs.ShardingError, match=r"fix: +fs\.state\."):
+        getattr(distributed, name)
+
+
+def test_other_attributes_are_missing_as_of_any_object() -> None:
+    distributed = fs.state.distribute_module(nn.Linear(4, 4), MESH)
+    with pytest.raises(AttributeError, match="'DistributedModule' object has no attribute 'nope'"):
+        _ = distributed.nope
+
+
+def test_calls_are_in_the_mode_of_the_module() -> None:
+    net = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.5)).double()
+    distributed = fs.state.distribute_module(net, MESH, in_specs=P("dp"))
+    x = noise(4, 4)
+    distributed.module.eval()
+    y, buffers = distributed(distributed.params, distributed.buffers, x)
+    assert_close(fs.unshard(y), net(x))
+    assert int(fs.unshard(buffers["0.num_batches_tracked"])) == 0
+    distributed.module.train()
+    _, buffers = distributed.keyed(fs.random.key(0))(distributed.params, distributed.buffers, x)
+    assert int(fs.unshard(buffers["0.num_batches_tracked"])) == 1
