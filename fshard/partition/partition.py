@@ -363,14 +363,15 @@ def partition(
     """Transform a function of one device into a local program with explicit collectives.
 
     The function is traced once for each kind of arguments, on tensors of the global shapes without
-    values: layouts are planned for sizes, and `torch.compile` has a graph for each of them. Ints
-    and floats that differ from call to call, as a learning rate, become inputs of the graph
-    (`explain()` says "any value") if they are used in Python arithmetic, comparisons and pointwise
-    operations alone; others, as sizes, are traced once for each value. Writes in place are
-    supported: arguments that the function writes, such as running statistics, are written in their
-    locals, without gradient. A `fs.shard_map` in the function is one operation: its body runs on
-    locals at every call and may read values. It takes the tensors of the function as arguments, and
-    gradients through it are taken outside of the function.
+    values: layouts are planned for sizes, and `torch.compile` has a graph for each of them, so that
+    tensors of many sizes are padded to a few (see `fs.shard_map`). Ints and floats that differ from
+    call to call, as a learning rate, become inputs of the graph (`explain()` says "any value") if
+    they are used in Python arithmetic, comparisons and pointwise operations alone; others, as
+    sizes, are traced once for each value. Writes in place are supported: arguments that the
+    function writes, such as running statistics, are written in their locals, without gradient. A
+    `fs.shard_map` in the function is one operation: its body runs on locals at every call and may
+    read values. It takes the tensors of the function as arguments, and gradients through it are
+    taken outside of the function.
 
     Python state that the function's code can name beside its arguments is guarded: closure cells,
     default arguments, globals, attributes of objects, items of lists and dicts up to 256, and of

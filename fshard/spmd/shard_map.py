@@ -96,10 +96,11 @@ def shard_map(
     and so do calls with the checks "values" and "collectives". Sizes of plain tensors may be
     symbols (`dynamic=None`, `True`): one graph serves all sizes that the ranks divide, and a
     collective on a tree then launches once for each tensor with symbols.
-    A spec has integers as sizes, and programs and layouts are planned for them: pairs, programs and
-    partitioned functions have a graph for each spec. In the last one that
-    `torch._dynamo.config.recompile_limit` allows (8) a warning says so; calls with further specs
-    then run uncompiled, or raise with `fullgraph=True`.
+    A spec has integers as sizes, and programs, layouts and costs are planned for them: pairs,
+    programs and partitioned functions have a graph for each spec, as `jax.jit` has for each shape.
+    Tensors that are padded to a few sizes take as many graphs; `mark_dynamic` and `mark_unbacked`
+    raise there. In the last graph that `torch.compile(fn, recompile_limit=)` allows (8) a warning
+    says so; calls with further specs then run uncompiled, or raise with `fullgraph=True`.
 
     Graphs that `make_fx` records have functional collectives, in the same way.
 

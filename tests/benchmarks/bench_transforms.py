@@ -1,12 +1,14 @@
 """Time `torch.compile` on two gloo ranks and `torch.func.grad`; count graphs of changing sizes.
 
 `python -m tests.benchmarks.bench_transforms` prints milliseconds of rank 0 of a forward and a
-backward pass, the first one and the minimum of later ones, and numbers of graphs.
+backward pass, the first one and the minimum of later ones, and numbers of graphs. Names of
+measurements, such as `mapped_calls`, print these alone.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -141,7 +143,7 @@ def graphs_of_ten_sizes() -> Counts:
             torch._dynamo.reset()
             counters = torch._dynamo.utils.counters
             counters.clear()
-            compiled = torch.compile(fn, backend="aot_eager", dynamic=dynamic)
+            compiled = torch.compile(fn, backend="eager", dynamic=dynamic)
             for size in range(4, 24, 2):
                 compiled(torch.ones(size, 4))
             counts.setdefault(name, []).append(counters["stats"]["unique_graphs"])
@@ -189,13 +191,24 @@ def show(title: str, times: Times) -> None:
         print(f"  {name:32} {first:10.1f} {best:10.2f}")
 
 
-def main() -> None:
-    for measure in (mapped_calls, partitioned_block):
-        show(measure.__name__, run_ranks(2, run, measure, timeout=300)[0])
-    show("gradients, simulated", gradients())
-    print(f"{'graphs of ten sizes, dynamic=':34} {'None':>10} {'True':>10}")
-    for name, (none, always) in run_ranks(2, run, graphs_of_ten_sizes, timeout=300)[0].items():
+def show_graphs(title: str, counts: Counts) -> None:
+    """Print the numbers of graphs."""
+    print(f"{title + ', dynamic=':34} {'None':>10} {'True':>10}")
+    for name, (none, always) in counts.items():
         print(f"  {name:32} {none:10} {always:10}")
+
+
+ON_RANKS = mapped_calls, partitioned_block, graphs_of_ten_sizes
+
+
+def main() -> None:
+    names = sys.argv[1:] or [fn.__name__ for fn in (*ON_RANKS, gradients)]
+    for measure in ON_RANKS:
+        if measure.__name__ in names:
+            print_ = show_graphs if measure is graphs_of_ten_sizes else show
+            print_(measure.__name__, run_ranks(2, run, measure, timeout=500)[0])
+    if gradients.__name__ in names:
+        show("gradients, simulated", gradients())
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, NoReturn, cast
 
 import torch
@@ -44,6 +45,8 @@ def _custom_gradient(
     outputs: list[Tensor],
     cotangents: list[Tensor],
     gradients: list[Tensor],
+    used: list[int],
+    materialized: bool,
     once: bool,
 ) -> list[Tensor]:
     raise AssertionError("fshard::custom_gradient is for graphs alone")
@@ -55,6 +58,8 @@ def _(
     outputs: list[Tensor],
     cotangents: list[Tensor],
     gradients: list[Tensor],
+    used: list[int],
+    materialized: bool,
     once: bool,
 ) -> list[Tensor]:
     return [torch.empty_like(x) for x in outputs]
@@ -62,6 +67,10 @@ def _(
 
 COTANGENT = torch.ops.fshard.cotangent.default
 CUSTOM_GRADIENT = torch.ops.fshard.custom_gradient.default
+MAX_UNMATERIALIZED = 4
+"""Most differentiable outputs of a function that gets None for those that are not used."""
+Used = tuple[bool, ...]
+"""For every output of a function, True if it has a cotangent."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,11 +79,16 @@ class TracedBackward:
 
     Attributes:
         backward: graph of the gradients of `inputs`, a function of the cotangents of `outputs` and
-            of `saved`.
+            of `saved`; the gradients of each item of `used`, one after the other.
+        used: sets of outputs that have a cotangent, as a bool for each output; first that of all.
+        materialized: True if outputs that are not used have cotangents of zeros, False if they have
+            none: the other items of `used` are then the sets that the backward accepts.
         once: True if the backward is not differentiable.
     """
 
     backward: fx.GraphModule
+    used: tuple[Used, ...]
+    materialized: bool
     once: bool
     __name__ = "custom_gradient"
 
@@ -82,21 +96,33 @@ class TracedBackward:
         """Raise: the node is planned, it does not run."""
         raise AssertionError("a custom gradient is planned, it does not run")
 
-    def backward_of(self, indices: Sequence[int]) -> tuple[fx.GraphModule, list[int]]:
-        """Return the graph of the gradients of some inputs, and the indices of `saved` it reads."""
+    def backwards_of(
+        self, indices: Sequence[int]
+    ) -> tuple[dict[Used, fx.GraphModule], tuple[int, ...]]:
+        """Return graphs of the gradients of some inputs, and the indices of `saved` they read.
+
+        Each is a function of the cotangents of the outputs of its key, and of these saved tensors.
+        """
+        graphs = {used: self._graph(i, indices) for i, used in enumerate(self.used)}
+        inputs = {used: graph.find_nodes(op="placeholder") for used, graph in graphs.items()}
+        nodes = [node for nodes in inputs.values() for node in nodes]
+        read = {node.meta["saved"] for node in nodes if node.users} - {None}
+        for used, placeholders in inputs.items():
+            for node, has in zip_longest(placeholders, used):
+                if not (node.meta["saved"] in read if has is None else has):
+                    graphs[used].erase_node(node)
+        modules = {used: fx.GraphModule(self.backward, graph) for used, graph in graphs.items()}
+        return modules, tuple(sorted(read))
+
+    def _graph(self, place: int, indices: Sequence[int]) -> fx.Graph:
+        """Return the graph of the gradients of some inputs for an item of `used`."""
         graph = fx.Graph()
-        copies: dict[fx.Node, fx.Node] = {}
-        gradients = graph.graph_copy(self.backward.graph, copies)
+        gradients = graph.graph_copy(self.backward.graph, {})
         assert isinstance(gradients, tuple)
-        graph.output(tuple(gradients[index] for index in indices))
+        first = place * (len(gradients) // len(self.used))
+        graph.output(tuple(gradients[first + index] for index in indices))
         graph.eliminate_dead_code(is_impure_node=has_effects)
-        saved = [node for node in graph.nodes if node.op == "placeholder"]
-        saved = [node for node in saved if node.meta["saved"] is not None]
-        kept = [node.meta["saved"] for node in saved if node.users]
-        for node in saved:
-            if not node.users:
-                graph.erase_node(node)
-        return fx.GraphModule(self.backward, graph), kept
+        return graph
 
 
 def extract_backwards(graph: fx.GraphModule, where: str) -> None:
@@ -124,7 +150,7 @@ def has_effects(node: fx.Node) -> bool:
 
 def _extract(graph: fx.GraphModule, node: fx.Node) -> None:
     """Replace the tying operation by a node of a `TracedBackward`."""
-    inputs, outputs, cotangents, gradients, once = cast(tuple[Any, ...], node.args)
+    inputs, outputs, cotangents, gradients, masks, *flags = cast(tuple[Any, ...], node.args)
     copies: dict[fx.Node, fx.Node] = {}
     backward = fx.Graph()
     for cotangent in cotangents:
@@ -139,7 +165,8 @@ def _extract(graph: fx.GraphModule, node: fx.Node) -> None:
         if member in inside and member not in copies:
             copies[member] = backward.node_copy(member, copies.__getitem__)
     backward.output(tuple(copies[gradient] for gradient in gradients))
-    target = TracedBackward(fx.GraphModule(graph, backward), once)
+    used = tuple(tuple(bool(mask >> i & 1) for i in range(len(outputs))) for mask in masks)
+    target = TracedBackward(fx.GraphModule(graph, backward), used, *flags)
     with graph.graph.inserting_before(node):
         tied = graph.graph.call_function(target, (inputs, outputs, saved))
     tied.meta.update(node.meta)
@@ -234,7 +261,7 @@ def _forward_and_backward(
         for x, needs in zip(args, ctx.needs_input_grad, strict=True)
     )
     # PyTorch's context has the setting, and no attribute that shows it.
-    settings: list[bool] = []
+    settings = [True]
     ctx.set_materialize_grads = settings.append
     # Recorded in the graph: autograd has disabled gradients already, which no graph shows.
     torch.set_grad_enabled(False)
@@ -242,7 +269,9 @@ def _forward_and_backward(
         result = _forward(cls, ctx, args, where)
     finally:
         torch.set_grad_enabled(True)
-    return _with_backward(cls, ctx, args, result, all(settings[-1:]), where)
+        del ctx.set_materialize_grads
+    ctx.set_materialize_grads(settings[-1])
+    return _with_backward(cls, ctx, args, result, settings[-1], where)
 
 
 def _check_traceable(cls: Any, ctx: Any, count: int, materialized: bool, where: str) -> None:
@@ -254,13 +283,13 @@ def _check_traceable(cls: Any, ctx: Any, count: int, materialized: bool, where: 
             "a custom function that is traced must not write its inputs",
             "y = x.clone(), write y, and return it",
         )
-    if not materialized and count > 1 and any(ctx.needs_input_grad):
+    if not materialized and count > MAX_UNMATERIALIZED and any(ctx.needs_input_grad):
         fail(
             where,
             f"{cls.__name__}, which calls ctx.set_materialize_grads(False) and has {count} "
             "differentiable outputs",
-            "a traced backward must not depend on which outputs are used: it has a cotangent of "
-            "each, zeros for one that is not used",
+            f"such a function must have at most {MAX_UNMATERIALIZED} of them: its backward is "
+            "traced for each set of outputs that may be used",
             "leave the call out, and test no cotangent for None",
         )
 
@@ -282,45 +311,79 @@ def _with_backward(
         and last[id(x)] == index
     ]
     _check_traceable(cls, ctx, len(tied), materialized, where)
-    if not tied:
+    if not tied or not any(ctx.needs_input_grad):
         return result
     cotangents = {last[id(x)]: COTANGENT(x) for x in tied}
     saved = tuple(ctx.to_save or ())
-    context = type(cls.__name__, (type(ctx),), {"saved_tensors": _SAVED})()
-    vars(context).update(vars(ctx), _fshard_saved=saved)
-    context.needs_input_grad = ctx.needs_input_grad
-    with _running_backward(cls, where):
-        gradients = _run(
-            f"{cls.__name__}.backward",
-            where,
-            context.apply,
-            *(
-                cotangents.get(index, torch.zeros_like(x)) if isinstance(x, Tensor) else None
-                for index, x in enumerate(outputs)
-            ),
-        )
-    gradients = gradients if isinstance(gradients, tuple) else (gradients,)
-    pairs = [
-        (x, _like(x, g))
-        for x, g, need in zip(args, gradients, ctx.needs_input_grad, strict=False)
-        if need and g is not None
-    ]
-    if not pairs:
+    gradients = _gradients_by_use(cls, ctx, saved, args, outputs, cotangents, materialized, where)
+    columns = enumerate(zip(*gradients.values(), strict=True))
+    indices = [i for i, column in columns if any(x is not None for x in column)]
+    if not indices:
         return result
     once = getattr(cls.backward, "__code__", None) is _ONCE
     with DisableTorchFunction(), torch.no_grad():
-        results = CUSTOM_GRADIENT(
-            [x for x, _ in pairs],
-            tied,
-            [*cotangents.values()],
-            [g for _, g in pairs],
-            once,
-        )
+        flat = [
+            torch.zeros_like(args[i]) if (gradient := row[i]) is None else gradient
+            for row in gradients.values()
+            for i in indices
+        ]
+        cts, inputs = [*cotangents.values()], [args[i] for i in indices]
+        results = CUSTOM_GRADIENT(inputs, tied, cts, flat, [*gradients], materialized, once)
     replaced = {id(x): y for x, y in zip(tied, results, strict=True)}
     if saved:  # autograd knows an output by its identity
         ctx.save_for_backward(*(replaced.get(id(x), x) for x in saved))
     outputs = tuple(replaced.get(id(x), x) for x in outputs)
     return outputs if isinstance(result, tuple) else outputs[0]
+
+
+def _gradients_by_use(
+    cls: Any, ctx: Any, saved: tuple[Any, ...], args: Sequence[Any], outputs: Sequence[Any],
+    cotangents: dict[int, Tensor], materialized: bool, where: str,
+) -> dict[int, list[Tensor | None]]:  # fmt: skip
+    """Run a backward; return the gradient of every argument, None without one.
+
+    Args:
+        cls: the custom function.
+        ctx: the context of its forward.
+        saved: the tensors that it saved.
+        args: the arguments of its forward.
+        outputs: the results of its forward.
+        cotangents: those of the differentiable outputs, by their index.
+        materialized: False for a backward that gets None for outputs that are not used.
+        where: name of the traced function in errors.
+
+    Returns:
+        By the outputs that are used, a bit for each: first all, and if they are not materialized
+        the sets for which the backward does not raise.
+    """
+    everything = (1 << len(cotangents)) - 1
+    gradients: dict[int, list[Tensor | None]] = {}
+    for mask in [everything, *([] if materialized else range(1, everything))]:
+        used = {at for place, at in enumerate(cotangents) if mask >> place & 1}
+        given = [
+            cotangents[at]
+            if at in used
+            else torch.zeros_like(x)
+            if materialized and isinstance(x, Tensor)
+            else None
+            for at, x in enumerate(outputs)
+        ]
+        context = type(cls.__name__, (type(ctx),), {"saved_tensors": _SAVED})()
+        vars(context).update(vars(ctx), _fshard_saved=saved)
+        context.needs_input_grad = ctx.needs_input_grad
+        try:
+            with _running_backward(cls, where):
+                row = _run(f"{cls.__name__}.backward", where, context.apply, *given)
+        except ShardingError:
+            if mask == everything:
+                raise
+            continue
+        row = row if isinstance(row, tuple) else (row,)
+        columns = zip_longest(args, row[: len(args)], ctx.needs_input_grad)
+        gradients[mask] = [
+            _like(x, g) if need and g is not None else None for x, g, need in columns
+        ]
+    return gradients
 
 
 _BACKWARDS: ContextVar[tuple[type, ...]] = ContextVar("fshard_backwards", default=())

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import compress
 from typing import Any, NoReturn
 
 import torch
@@ -302,15 +303,19 @@ class LayoutAssigner:
         indices = [i for i, x in enumerate(inputs) if x.grad and self.grad]
         if not indices:
             return [*outputs]
-        graph, kept = target.backward_of(indices)
+        graphs, kept = target.backwards_of(indices)
         tied = [*(inputs[i] for i in indices), *outputs]
         specs = [with_dual(x.spec) for x in tied]
         in_specs, out_specs = specs[: len(indices)], specs[len(indices) :]
         read = [saved[i] for i in kept]
         sources = [next((i for i, y in enumerate(outputs) if y is x), None) for x in read]
-        saved_specs = map(lambda x, i: x.spec if i is None else out_specs[i], read, sources)
-        call = self.backward_call(graph, out_specs, [*saved_specs], in_specs)
-        gradient = OutputGradient(call, len(indices), len(outputs), tuple(sources), target.once)
+        saved_specs = [*map(lambda x, i: x.spec if i is None else out_specs[i], read, sources)]
+        calls = {
+            used: self.backward_call(graph, [*compress(out_specs, used)], saved_specs, in_specs)
+            for used, graph in graphs.items()
+        }
+        gradient = OutputGradient(calls, len(indices), len(outputs), tuple(sources),
+                                  target.materialized, target.once)  # fmt: skip
         refs = [Ref(self.redistributed(x, spec)) for x, spec in zip(tied, specs, strict=True)]
         refs += [Ref(x.versions[x.spec]) for x, i in zip(read, sources, strict=True) if i is None]
         out, lines = self.assignment.new_value(), self.assignment.lines

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, Protocol
 
 import torch
@@ -37,18 +38,26 @@ class OutputGradient:
     """Gradient of outputs with respect to inputs, as a function of cotangents and saved tensors.
 
     Attributes:
-        call: the function.
+        calls: the functions, by the outputs that have a cotangent (a bool for each), which are
+            their arguments; first that of all.
         inputs: number of inputs.
         outputs: number of outputs.
         saved: for every saved tensor the index of the output that it is, None for another tensor.
+        materialized: True if outputs that are not used have cotangents of zeros.
         once: True if the function is not differentiable.
     """
 
-    call: PlannedBackward
+    calls: Mapping[tuple[bool, ...], PlannedBackward]
     inputs: int
     outputs: int
     saved: tuple[int | None, ...]
+    materialized: bool
     once: bool
+
+    @property
+    def call(self) -> PlannedBackward:
+        """The function of all cotangents."""
+        return next(iter(self.calls.values()))
 
     def attach(self, values: Sequence[Any]) -> list[Any]:
         """Return the outputs with this gradient.
@@ -82,6 +91,8 @@ class _Attach(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
         ctx.gradient, ctx.n, *xs = inputs
         ctx.count, ctx.label = len(xs), backward_label()
+        ctx.set_materialize_grads(ctx.gradient.materialized)
+        ctx.like = [(y.shape, y.dtype, y.device) for y in output]
         outputs = _grouped(output, ctx.n)
         others = iter(_grouped(xs, ctx.n)[ctx.gradient.inputs + ctx.gradient.outputs :])
         saved = [next(others) if i is None else outputs[i] for i in ctx.gradient.saved]
@@ -109,7 +120,7 @@ class _Attach(torch.autograd.Function):
         outputs, saved = values[:count], values[count:]
 
         def transposed(*cts: torch.Tensor) -> Tensors:
-            return _gradients(ctx, cts, saved)
+            return tuple(_gradients(ctx, cts, saved))
 
         with set_forward_mode(True):
             zeros = [torch.zeros_like(y) for y in outputs]
@@ -118,12 +129,30 @@ class _Attach(torch.autograd.Function):
         return results
 
 
-def _run_backward(ctx: Any, *grads: torch.Tensor) -> Tensors:
+def _run_backward(ctx: Any, *grads: torch.Tensor) -> Sequence[Any]:
     return _gradients(ctx, grads, ctx.saved_tensors)
 
 
-def _gradients(ctx: Any, cts: Tensors, saved: Sequence[torch.Tensor]) -> Tensors:
-    """Run the planned function on flat cotangents and saved tensors."""
+def _gradients(ctx: Any, cts: Sequence[Any], saved: Sequence[torch.Tensor]) -> Sequence[Any]:
+    """Run the planned function of the cotangents that are not None, on flat tensors."""
+    gradient, n = ctx.gradient, ctx.n or 1
+    by_output = [cts[i : i + n] for i in range(0, len(cts), n)]
+    used = tuple(any(ct is not None for ct in group) for group in by_output)
+    if not any(used):
+        return [None] * (gradient.inputs * n)
+    call = gradient.calls.get(used)
+    if call is None:
+        missing = ", ".join(str(index) for index, has in enumerate(used) if not has)
+        fail("a partitioned function", f"a gradient through a custom autograd.Function without "
+             f"cotangents of its outputs {missing}, which are not used",
+             "its backward must run on None in their place, and it raised when it was traced so",
+             "use every output, or test the cotangents for None in the backward")  # fmt: skip
+    flat = [
+        torch.zeros(shape, dtype=dtype, device=device) if ct is None else ct
+        for (shape, dtype, device), ct in compress(
+            zip(ctx.like, cts, strict=True), [has for has in used for _ in range(n)]
+        )
+    ]  # of an output that some ranks use, the others have zeros
     with backward_phase(ctx.label):
-        gradients = ctx.gradient.call.run(_grouped((*cts, *saved), ctx.n))
+        gradients = call.run(_grouped((*flat, *saved), ctx.n))
     return tuple(gradients if ctx.n is None else [x for xs in gradients for x in xs])

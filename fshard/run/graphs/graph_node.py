@@ -96,8 +96,9 @@ def warn_last_graph() -> None:
         warnings.warn(
             f"the last of {limit} graphs of a function whose pairs, programs or partitioned calls "
             "have specs: a graph holds for its specs, and calls with others run uncompiled from "
-            "here on (with fullgraph=True they raise). Sizes of tensors that are arguments of "
-            "fs.shard_map need no graph each; torch._dynamo.config.recompile_limit allows more",
+            "here on (with fullgraph=True they raise). Pad tensors to a few sizes, which take a "
+            "graph each; or pass tensors, not pairs, to fs.shard_map or a collective, which take "
+            "one for all sizes; torch.compile(fn, recompile_limit=...) allows more graphs",
             stacklevel=2,
         )
 

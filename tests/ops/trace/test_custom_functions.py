@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -180,16 +181,25 @@ class KeepsGradient(Round):
 
 
 class Unmaterialized(torch.autograd.Function):
-    """The gradient doubles if the second result is not used."""
+    """Any number of results; the gradient depends on which of them are used."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, count: int, needs: tuple[int, ...]) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        return x * 1, x * 2
+        ctx.save_for_backward(x)
+        ctx.needs = needs
+        return tuple(x**i for i in range(1, count + 1))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return 2 * grads[0] if grads[1] is None else grads[0] + 2 * grads[1]
+        assert all(grads[i] is not None for i in ctx.needs), "a gradient is missing"
+        (x,) = ctx.saved_tensors
+        missing = 1 + sum(3**i for i, g in enumerate(grads) if g is None)
+        terms = [i * g * x ** (i - 1) for i, g in enumerate(grads, 1) if g is not None]
+        return missing * torch.stack(terms).sum(0), None, None
+
+
+unmaterialized: Any = Unmaterialized.apply
 
 
 class UnmaterializedAlone(Round):
@@ -218,11 +228,6 @@ OPERATIONS = "the forward and the backward of a custom autograd.Function are tra
             "WritesInput.forward, which calls ctx.mark_dirty",
             "a custom function that is traced must not write its inputs",
         ),
-        (
-            Unmaterialized,
-            "Unmaterialized, which calls ctx.set_materialize_grads(False) and has 2 diff",
-            "a traced backward must not depend on which outputs are used",
-        ),
         (KeepsGradient, "a result of mul is kept outside of the function", "the function is"),
     ],
 )
@@ -245,10 +250,60 @@ def test_custom_functions_that_cannot_be_traced_are_refused(
 
 def test_cotangents_that_are_not_materialized() -> None:
     """With one differentiable result, or without gradients, there is nothing to decide."""
-    alone, two = UnmaterializedAlone.apply, Unmaterialized.apply
-    x = sample()
+    alone, x = UnmaterializedAlone.apply, sample()
     part = fs.partition(lambda x: alone(x)[0], mesh=MESH, in_specs=P("dp"))
     grads = [torch.autograd.grad(call(x).sum(), x) for call in (part, lambda x: alone(x)[0])]
     torch.testing.assert_close(*grads)
-    part = fs.partition(lambda x: two(x)[0], mesh=MESH, in_specs=P("dp"))
-    torch.testing.assert_close(part(x.detach()), two(x)[0].detach())
+    part = fs.partition(lambda x: unmaterialized(x, 5, ())[0], mesh=MESH, in_specs=P("dp"))
+    torch.testing.assert_close(part(x.detach()), x.detach())
+
+
+USED = [used for n in (1, 2, 3) for used in itertools.combinations(range(3), n)]
+PART = fs.partition(
+    lambda x: [y.sin() for y in unmaterialized(x.cos(), 3, ())],
+    mesh=MESH,
+    in_specs=P("tp", "dp"),
+)
+
+
+@pytest.mark.parametrize("used", USED, ids=str)
+def test_unmaterialized_cotangents_of_results_that_are_not_used_are_none(
+    used: tuple[int, ...],
+) -> None:
+    """The caller uses some results of the partitioned function, or the function itself does."""
+    some = lambda f: lambda x: sum(f(x)[i] for i in used)  # noqa: E731
+    x, (fn, part) = sample(), map(some, (PART.fn, PART))
+    within = fs.partition(fn, mesh=MESH, in_specs=P("dp")) if used == (0, 2) else part
+    ys = fn(x), part(x), within(x)
+    expected, *actual = (torch.autograd.grad((y**2).sum(), x) for y in ys)
+    for grads in actual:
+        torch.testing.assert_close(grads, expected)
+
+
+def test_unmaterialized_cotangents_in_gradients_of_the_function_itself() -> None:
+    def fn(x: Tensor) -> Tensor:
+        y = unmaterialized(x, 2, ())[1].sum()
+        return torch.autograd.grad(y, x, create_graph=True)[0].sin()
+
+    x = sample()
+    part = fs.partition(fn, mesh=MESH, in_specs=P("dp"))
+    torch.testing.assert_close(part(x), fn(x))
+
+
+def test_results_that_an_unmaterialized_backward_needs() -> None:
+    x = sample()
+    part = fs.partition(lambda x: unmaterialized(x, 2, (0,)), mesh=MESH, in_specs=P("dp"))
+    grads = [torch.autograd.grad(y[0].sum(), x) for y in (part(x), unmaterialized(x, 2, (0,)))]
+    torch.testing.assert_close(*grads)
+    both = fs.partition(lambda x: unmaterialized(x, 2, (0, 1)), mesh=MESH, in_specs=P("dp"))
+    for f, used, missing in ((part, 1, "0"), (both, 1, "0"), (both, 0, "1")):
+        with pytest.raises(fs.ShardingError, match=f"without cotangents of its outputs {missing}"):
+            f(x)[used].sum().backward()
+    pair = fs.shard(x, MESH, P("dp"))
+    (grad,) = torch.autograd.grad(part(pair)[0].local[2].sum(), x)  # that of one rank alone
+    torch.testing.assert_close(
+        grad, 4 * torch.tensor([0.0, 0, 1, 1])[:, None].expand(4, 4).double()
+    )
+    many = fs.partition(lambda x: unmaterialized(x, 5, ()), mesh=MESH, in_specs=P("dp"))
+    with pytest.raises(fs.ShardingError, match="must have at most 4 of them"):
+        many(x)

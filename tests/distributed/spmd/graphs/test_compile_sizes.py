@@ -147,7 +147,7 @@ def run_specialized() -> list[Row]:
         torch._dynamo.reset()
         counters = torch._dynamo.utils.counters
         counters.clear()
-        compiled = torch.compile(fn, backend="aot_eager", fullgraph=True, dynamic=True)
+        compiled = torch.compile(fn, backend="eager", fullgraph=True, dynamic=True)
         xs = [rows(n) for n in (4, 5, 6)]  # 5 rows are uneven shards
         differences = [(compiled(x) - dense(x)).abs().max().item() for x in xs]
         results.append((differences, counters["stats"]["unique_graphs"]))
@@ -186,8 +186,37 @@ def run_beyond_the_limit() -> list[tuple[list[str], float]]:
 def test_the_last_graph_that_the_limit_allows_warns() -> None:
     for results in run_ranks(2, run_beyond_the_limit, timeout=100):
         for texts, difference in results:
-            assert "torch._dynamo.config.recompile_limit allows more" in texts[0]
+            assert "Pad tensors to a few sizes, which take a graph each" in texts[0]
+            assert "torch.compile(fn, recompile_limit=...) allows more graphs" in texts[0]
             assert difference < 1e-12
+
+
+def run_padded() -> Row:
+    """Run ten sizes that are padded to three, and then one that is marked as dynamic."""
+    fs.init(MESH)
+    part = fs.partition(torch.sin, mesh=MESH, in_specs=P("i"))
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return part(x) + fs.unshard(fs.apply(torch.sin, fs.shard(x, MESH, P("i"))))
+
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    compiled, differences = torch.compile(fn, backend="eager", fullgraph=True), []
+    for x in map(rows, SIZES):
+        padded = torch.nn.functional.pad(x, (0, 0, 0, -len(x) % 8))
+        differences.append((compiled(padded)[: len(x)] - 2 * x.sin()).abs().max().item())
+    graphs, marked = counters["stats"]["unique_graphs"], rows(2)
+    torch._dynamo.mark_dynamic(marked, 0)
+    with pytest.raises(Exception, match="specialized it to be a constant"):
+        compiled(marked)
+    return differences, graphs
+
+
+def test_padded_sizes_are_a_graph_each() -> None:
+    for differences, graphs in run_ranks(2, run_padded, timeout=100):
+        assert max(differences) < 1e-12
+        assert graphs == 3
 
 
 def run_indivisible() -> str:
