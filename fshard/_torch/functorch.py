@@ -35,7 +35,7 @@ is_batched: Callable[[torch.Tensor], bool] = torch._C._functorch.is_batchedtenso
 get_unwrapped: Callable[[torch.Tensor], torch.Tensor] = torch._C._functorch.get_unwrapped
 unwrap_if_dead: Callable[[torch.Tensor], torch.Tensor] = torch._C._functorch.unwrap_if_dead
 add_batch_dim: Callable[[torch.Tensor, int, int], torch.Tensor] = torch._add_batch_dim
-"""`add_batch_dim(x, dim, level)`: make `dim` of `x` the batch dim of a `vmap` level."""
+"""`add_batch_dim(x, dim, level)`: make `dim` of `x` the batch dim of a legacy `vmap` level."""
 
 set_forward_mode = forward_ad._set_fwd_grad_enabled
 """`set_forward_mode(True)`: context in which tangents propagate; PyTorch calls a `jvp` without."""
@@ -106,7 +106,9 @@ def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
     Here all arguments must be positional and without default, tensors must not be nested in them,
     and no output may be an input. A function may have a static method `duals(level, args,
     tangents)` in the place of `jvp`. It is called a level below that of the tangents, which are
-    None for arguments without one, and returns the outputs and their tangents.
+    None for arguments without one, and returns the outputs and their tangents. With a static method
+    `needs_batch(level, *args)` it is called on batches at a level of `vmap`, where that is True,
+    even if no argument is a batch: then the last one is repeated.
 
     >>> class Twice(torch.autograd.Function):
     ...     @staticmethod
@@ -134,7 +136,7 @@ def _apply_now(function: type[torch.autograd.Function], args: Sequence[Any]) -> 
         if duals is not None and forward_ad._current_level >= 0:
             primals, tangents = _unpack_duals(unwrapped)
             if any(t is not None for t in tangents):
-                return _make_duals(*duals(0, primals, tangents))
+                return make_duals(*duals(0, primals, tangents))
         tracked = any([isinstance(x, torch.Tensor) and x.requires_grad for x in unwrapped])  # noqa: C419
         if not tracked and forward_ad._current_level < 0:
             with torch.no_grad():
@@ -142,13 +144,18 @@ def _apply_now(function: type[torch.autograd.Function], args: Sequence[Any]) -> 
         return super(torch.autograd.Function, function).apply(*unwrapped)  # type: ignore[misc]
     interpreter: Any = retrieve_current_functorch_interpreter()
     if interpreter.key() not in (TransformType.Grad, TransformType.Jvp):
+        needs_batch = getattr(function, "needs_batch", None)
+        if needs_batch is not None and interpreter.key() == TransformType.Vmap:
+            level = interpreter.level()
+            if needs_batch(level, *unwrapped) and not any(_has_level(x, level) for x in unwrapped):
+                unwrapped[-1] = _repeated(unwrapped[-1], interpreter.batch_size(), level)
         return custom_function_call(function, *unwrapped)
     lift = interpreter._cptr.lift
     lifted = [lift(x) if isinstance(x, torch.Tensor) else x for x in unwrapped]
     if duals is not None and interpreter.key() == TransformType.Jvp:
         primals, tangents = _unpack_duals(lifted)
         if any(t is not None for t in tangents):
-            return _make_duals(*_duals_below(duals, interpreter.level(), primals, tangents))
+            return make_duals(*_duals_below(duals, interpreter.level(), primals, tangents))
     allowed = _single_level_allowed()
     _allow_single_level(True)
     try:
@@ -168,8 +175,24 @@ def _unpack_duals(args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     return [x for x, _ in pairs], [t for _, t in pairs]
 
 
-def _make_duals(ys: Sequence[Any], tangents: Sequence[Any]) -> Any:
-    """Return outputs with their tangents at the innermost level."""
+def _has_level(x: object, level: int) -> bool:
+    """Return True for a tensor that wraps another one for the transform of a level."""
+    return isinstance(x, torch.Tensor) and torch._C._functorch.maybe_get_level(x) == level
+
+
+def _repeated(x: torch.Tensor, size: int, level: int) -> torch.Tensor:
+    """Return a batch of a level with `size` times the same element."""
+    batch: torch.Tensor = torch._C._functorch._add_batch_dim(x.expand(size, *x.shape), 0, level)
+    return batch
+
+
+def has_tangent(x: torch.Tensor) -> bool:
+    """Return True for a tensor with a tangent of the innermost level of forward mode."""
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+
+
+def make_duals(ys: Sequence[Any], tangents: Sequence[Any]) -> Any:
+    """Return values with their tangents at the innermost level; None is no tangent."""
     return tuple(
         [y if t is None else forward_ad.make_dual(y, t) for y, t in zip(ys, tangents, strict=True)]
     )

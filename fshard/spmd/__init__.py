@@ -10,7 +10,7 @@ A call goes `shard_map` -> `mapped_function` -> `in_specs` (a spec for each argu
 - `boundary`: arguments to locals, locals to global tensors or pairs.
 - `closure_inputs`: tensors that the function closes over, as differentiable inputs.
 - `simulated_map`: the body on every simulated rank, as one differentiable operation.
-- `rank_calls`: recorded calls of all ranks, and functions derived from them.
+- `rank_calls`, `derived_calls`: recorded calls of all ranks, and functions derived from them.
 - `mesh_scope`, `axis_env`: the mesh axes that a call maps, and the axis names bound in its body.
 - `collectives`: `fs.psum` and the others.
 - `types`: types of a rank's tensors along the mesh axes, and their rules.

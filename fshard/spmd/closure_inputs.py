@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from types import FunctionType, MethodType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 from fshard._torch.autograd_state import GRAD_FN, backward_hooks_of
 from fshard._torch.functorch import (
+    has_tangent,
     innermost_level,
-    is_batched_at_any_level,
     is_foreign,
     is_wrapped,
     unwrap_if_dead,
@@ -78,6 +78,22 @@ def find_transformed_closures(fn: Callable[..., Any]) -> tuple[torch.Tensor, ...
     )
 
 
+class GradientHook(NamedTuple):
+    """Use of a gradient hook in a body: the name of the body, and how it was written."""
+
+    where: str
+    call: str
+
+    def refuse(self) -> NoReturn:
+        """Raise for a hook of a batch or a value with a tangent, whose graph has more than one."""
+        fail(self.where, f"{self.call} in a body of which a vmap or forward mode goes around "
+             "gradients",
+             "a hook must see the gradient of one element, and a simulation has that of the batch, "
+             "and of tangents with it",
+             "s * y + ((1 - s) * y).detach() scales the gradient of y by s; an autograd.Function "
+             "with generate_vmap_rule changes it otherwise")  # fmt: skip
+
+
 class ReplacingMode(TorchFunctionMode):
     """Function mode of a rank that replaces tensors from outside of it by its own.
 
@@ -93,25 +109,22 @@ class ReplacingMode(TorchFunctionMode):
     def is_needed(self) -> bool:
         """True unless it replaces nothing and types are tracked, which sees every tensor too."""
         tracked = current_tracker() is not None
-        return bool(self.replacements) or not tracked or _BATCHES_OF_GRADIENTS.get()
+        return bool(self.replacements) or not tracked or _GRADIENTS_WITHIN.get() is not None
 
     @runs_users_operation
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _GRADIENT_QUERIES and _has_gradient_of_batch(args[0]):
-            if func == _REQUIRES_GRAD:
-                return True
-            self.refuse_hook(func)
+        hooks = _GRADIENTS_WITHIN.get()
+        if hooks is not None and func in _GRADIENT_QUERIES and _has_gradient(args[0]):
+            hook = GradientHook(
+                self.where, "x.grad_fn" if func == GRAD_FN else "x.register_hook(...)"
+            )
+            if is_wrapped(args[0]):
+                return True if func == _REQUIRES_GRAD else hook.refuse()
+            if func != _REQUIRES_GRAD:  # wrong only if a tangent of a gradient is taken
+                hooks.append(hook)
         if kwargs:
             return func(*self.replaced(args), **self.replaced(kwargs))
         return func(*self.replaced(args))
-
-    def refuse_hook(self, func: Any) -> NoReturn:
-        """Raise for a gradient hook of a batch, whose elements have no gradient of their own."""
-        fail(self.where, f"{'x.grad_fn' if func == GRAD_FN else 'x.register_hook(...)'} in a body "
-             "of which a vmap takes gradients",
-             "a hook must see the gradient of one element, and a simulation has that of the batch",
-             "s * y + ((1 - s) * y).detach() scales the gradient of y by s; an autograd.Function "
-             "with generate_vmap_rule changes it otherwise")  # fmt: skip
 
     def replaced(self, value: Any) -> Any:
         """Return a value with replaced tensors: one, or a tuple, list or dict."""
@@ -139,22 +152,27 @@ def refuse_closure(where: str, x: torch.Tensor) -> NoReturn:
 
 _REQUIRES_GRAD: Any = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _GRADIENT_QUERIES = {torch.Tensor.register_hook, _REQUIRES_GRAD, GRAD_FN}
-_BATCHES_OF_GRADIENTS = ContextVar("fshard_batches_of_gradients", default=False)
+_GRADIENTS_WITHIN: ContextVar[list[GradientHook] | None] = ContextVar(
+    "fshard_gradients_within", default=None
+)
 
 
-def _has_gradient_of_batch(x: torch.Tensor) -> bool:
-    """Return True for a batch of whose elements a transform within the `vmap` takes gradients."""
-    return _BATCHES_OF_GRADIENTS.get() and is_batched_at_any_level(x) and innermost(x).requires_grad
+def _has_gradient(x: torch.Tensor) -> bool:
+    """Return True for a batch or a value with a tangent that gradients may be taken for."""
+    return (is_wrapped(x) or has_tangent(x)) and innermost(x).requires_grad
 
 
 @contextmanager
-def batches_of_gradients() -> Iterator[None]:
-    """Run a body on batches, of whose elements a transform within the `vmap` takes gradients."""
-    token = _BATCHES_OF_GRADIENTS.set(True)
+def gradients_within(hooks: list[GradientHook]) -> Iterator[None]:
+    """Run a body under a `vmap` or forward mode within which gradients are taken.
+
+    Hooks of values with tangents are added to `hooks`: they must not see gradients with tangents.
+    """
+    token = _GRADIENTS_WITHIN.set(hooks)
     try:
         yield
     finally:
-        _BATCHES_OF_GRADIENTS.reset(token)
+        _GRADIENTS_WITHIN.reset(token)
 
 
 _REPLACING: ContextVar[ReplacingMode | None] = ContextVar("fshard_replacing", default=None)

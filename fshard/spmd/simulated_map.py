@@ -20,6 +20,8 @@ from fshard._torch.functorch import (
     apply_function,
     innermost_level,
     is_transformed,
+    make_duals,
+    primal_of,
     transform_level,
     with_batch_at,
 )
@@ -35,16 +37,9 @@ from fshard.spmd.closure_inputs import (
     replacing,
     unreplaced,
 )
+from fshard.spmd.derived_calls import DerivedCall, Jvp, Vjp
 from fshard.spmd.mesh_scope import Scope
-from fshard.spmd.rank_calls import (
-    DerivedCall,
-    Jvp,
-    Locals,
-    RankCall,
-    RankFunction,
-    RecordedCall,
-    Vjp,
-)
+from fshard.spmd.rank_calls import Locals, RankCall, RankFunction, RecordedCall
 
 
 def map_ranks(
@@ -229,9 +224,21 @@ class _RankNode(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: torch.Tensor) -> Locals:
-        saved, size = ctx.saved_tensors, ctx.call.root.scope.mesh.size
+        call: RankCall = ctx.call
+        level, saved, size = transform_level() or 0, ctx.saved_tensors, call.root.scope.mesh.size
+        if level == 0:
+            saved = tuple(map(primal_of, saved))
         rows = map(operator.add, _split_rows(saved, size), _split_rows(tangents, size))
-        return tuple(chain.from_iterable(_apply(Jvp(ctx.call, len(saved) // size), list(rows))))
+        duals = call.duals(level, len(saved) // size)
+        if duals is None:
+            return tuple(chain.from_iterable(_apply(Jvp(call, len(saved) // size), list(rows))))
+        results = _apply(duals.call, [tuple([xs[i] for i in duals.inputs]) for xs in rows])
+        return tuple([t for ys in results for t in ys[len(ys) // 2 :]])
+
+    @staticmethod
+    def needs_batch(level: int, call: RankCall, *flat: torch.Tensor) -> bool:
+        """Return True if the graphs are those of batches, although no input is one."""
+        return call.rebased(level) is not None
 
     @staticmethod
     def vmap(info: Any, in_dims: Sequence[int | None], call: RankCall, *flat: torch.Tensor) -> Any:
@@ -262,24 +269,33 @@ class _RecordedNode(_RankNode):
         call, *flat = args
         size = call.scope.mesh.size
         rows, tangent_rows = _split_rows(flat, size), _split_rows(tangents[1:], size)
+        inner = [
+            (known is not None and known > level) or any(level == 0 and x.requires_grad for x in xs)
+            for known, xs in zip(call.levels, zip(*rows, strict=True), strict=True)
+        ]
+        # A gradient within has a tangent for each of its inputs.
         columns = [
             i
             for i, ts in enumerate(zip(*tangent_rows, strict=True))
-            if any(t is not None for t in ts)
+            if inner[i] or any(t is not None for t in ts)
         ]
         duals = [
             xs + tuple([torch.zeros_like(xs[i]) if ts[i] is None else ts[i] for i in columns])
             for xs, ts in zip(rows, tangent_rows, strict=True)
         ]
-        inner = [*call.levels, *[call.levels[i] for i in columns]]
+        known_levels = [*call.levels, *[call.levels[i] for i in columns]]
         levels = [
             known if known is not None and known > level else here
-            for known, here in zip(inner, _levels(duals), strict=True)
+            for known, here in zip(known_levels, _levels(duals), strict=True)
         ]
-        if any(known is not None and known > level for known in call.levels):
-            # Gradients within have tangents for these: one for each element of a `vmap` outside.
+        if any(inner):  # for each element of a `vmap` outside
             levels = [max(x or 0, level) if i in columns else x for i, x in enumerate(levels)]
-        results = _differentiable(call.with_tangents(columns, tuple(levels)), duals)
+        dual_call = call.with_tangents(level, columns, levels, has_inner=any(inner))
+        if level == 0 and any(inner):  # their gradients need the tangents of what a node saves
+            dual_call.run(duals, record=True)
+            ys = apply_function(_RankNode, call, *make_duals(flat, tangents[1:]))
+            return ys, [None] * len(ys)
+        results = _differentiable(dual_call, duals)
         half = len(results[0]) // 2
         ys = [y for results_ in results for y in results_[:half]]
         ts = [t for results_ in results for t in results_[half:]]

@@ -49,6 +49,14 @@ class Row:
 
 # -- local operations -------------------------------------------------------------------------
 
+
+def scaled_unrecorded(a: torch.Tensor) -> torch.Tensor:
+    """Return `a * a.cos()`, where the cosine is a constant for gradients and not for tangents."""
+    with torch.no_grad():
+        scale = a.cos()
+    return a * scale
+
+
 LOCAL: dict[str, Callable[..., torch.Tensor]] = {
     "add": lambda a, b: a + b,
     "sub": lambda a, b: a - 0.5 * b,
@@ -67,6 +75,7 @@ LOCAL: dict[str, Callable[..., torch.Tensor]] = {
     "amax": lambda a: a.amax(-1, keepdim=True) - a,
     "sort": lambda a: a.sort(-1).values,
     "detached": lambda a: a * a.detach().cos(),
+    "unrecorded": scaled_unrecorded,
     "written": lambda a: a.clone().mul_(2).add_(1),
     "transpose": lambda a: a.transpose(-1, -2),
     "matmul": lambda a, b: a @ b,
@@ -77,7 +86,7 @@ LOCAL: dict[str, Callable[..., torch.Tensor]] = {
 
 SAME_SHAPES = ("add", "sub", "mul", "where", "concat", "lerp")
 UNARY = ("sin", "tanh", "gelu", "scale", "cumsum", "softmax", "norm", "flip", "amax", "sort",
-         "detached", "written")  # fmt: skip
+         "detached", "unrecorded", "written")  # fmt: skip
 
 
 def local_rows(r: Random, values: Sequence[Value]) -> tuple[Row, Value] | None:

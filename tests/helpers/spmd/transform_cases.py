@@ -118,6 +118,14 @@ def in_dual_level(f: Fn) -> Any:
         return forward_ad.unpack_dual(f(forward_ad.make_dual(X, 2 * X), W)).tangent
 
 
+def of_gradients_in_dual_level(f: Fn) -> Any:
+    """Return a Hessian-vector product, forward over reverse by PyTorch's own levels."""
+    w = W.clone().requires_grad_()
+    with forward_ad.dual_level():
+        (gradient,) = torch.autograd.grad(loss(f, X, forward_ad.make_dual(w, 2 * W)), w)
+        return forward_ad.unpack_dual(gradient).tangent
+
+
 def linearized(f: Callable[..., Any], *args: torch.Tensor) -> Any:
     """Return the value of `f`, and its derivative at several tangents, the first one twice."""
     y, derivative = linearize(f, *args)
@@ -145,6 +153,7 @@ TRANSFORMS: dict[str, Callable[[Fn], Any]] = {
     "hessian": lambda f: hessian(lambda w: loss(f, X, w))(W),
     "jacfwd of jacrev of another": lambda f: jacfwd(jacrev(lambda x, w: loss(f, x, w), 0), 1)(X, W),
     "jacrev of jacrev": lambda f: jacrev(jacrev(lambda w: f(X, w)))(W),
+    "jacfwd of vjp": lambda f: jacfwd(lambda w: vjp(lambda w: f(X, w), w)[1](f(X, W))[0])(W),
     "jacfwd of jacfwd": lambda f: jacfwd(jacfwd(lambda w: f(X, w)))(W),
     "jacrev of jacfwd": lambda f: jacrev(jacfwd(lambda w: f(X, w)))(W),
     "vmap of grad": lambda f: vmap(grad(lambda w, x: loss(f, x, w)), (None, 0))(W, BATCH),
@@ -168,6 +177,7 @@ TRANSFORMS: dict[str, Callable[[Fn], Any]] = {
         lambda t: hessian(lambda w: (loss(f, X, w) * t.sum()).sin())(W)
     )(WEIGHTS),
     "dual_level": in_dual_level,
+    "dual_level of gradients": of_gradients_in_dual_level,
     "autograd of grad": by_autograd,
 }
 

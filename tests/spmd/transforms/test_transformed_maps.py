@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch.func import functional_call, grad, jvp, vjp, vmap
+from torch import Tensor
+from torch.func import functional_call, grad, hessian, jacfwd, jvp, vjp, vmap
 
 import fshard as fs
 from fshard import Mesh, P, ShardingError
@@ -207,3 +209,84 @@ def test_values_that_differ_are_refused_under_transforms() -> None:
     )
     with pytest.raises(ShardingError, match="gradients that differ on ranks 0 and 1"):
         vmap(grad(lambda w, v: unequal(v, w).sum()), (None, 0))(torch.ones(1), BATCH[:, :, 0])
+
+
+# -- forward mode over gradients ------------------------------------------------------------------
+
+
+def scaled_by_square(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = x * x
+    return scale * x
+
+
+def scaled_by_maximum(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = fs.pmax(x.sin(), "x")
+    return scale * x**2
+
+
+def scaled_by_constant(x: Tensor) -> Tensor:
+    return x.detach() * x**3
+
+
+def cubed_if_differentiated(x: Tensor) -> Tensor:
+    return x**3 if x.requires_grad else x
+
+
+def hooked(x: Tensor) -> Tensor:
+    y = x * x
+    y.register_hook(lambda g: 3 * g)
+    return y * x
+
+
+def scaled_by_dense_maximum(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = x.sin().reshape(2, 2).amax(0).repeat(2)
+    return scale * x**2
+
+
+def hessian_vector_product(f: Any, x: Tensor) -> Tensor:
+    tangent: Tensor = jvp(grad(lambda x: f(x).sum()), (x,), (x.cos(),))[1]
+    return tangent
+
+
+OVER_GRADIENTS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "jvp of grad": hessian_vector_product,
+    "hessian": lambda f, x: hessian(lambda x: f(x).sum())(x),
+    "jacfwd of hessian": lambda f, x: jacfwd(hessian(lambda x: f(x).sum()))(x),
+    "jvp of grad of grad": lambda f, x: hessian_vector_product(
+        lambda x: grad(lambda x: f(x).sum())(x) ** 2, x
+    ),
+    "jvp of jvp of grad": lambda f, x: jvp(lambda x: hessian_vector_product(f, x), (x,), (x,)),
+    "grad of jvp of grad": lambda f, x: grad(lambda x: hessian_vector_product(f, x).sum())(x),
+    "jvp of vmap of grad": lambda f, x: jvp(
+        vmap(grad(lambda x: f(x).sum())), (torch.stack([x, x * x]),), (torch.stack([x, -x]),)
+    ),
+    "jvp of one cotangent": lambda f, x: jvp(
+        lambda u: grad(lambda x: grad(lambda x: (u * f(x)).sum())(x).sum())(x), (x,), (x,)
+    ),
+}
+"""Transforms with tangents of gradients, which PyTorch gives to values under `no_grad`, too."""
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("transform", OVER_GRADIENTS)
+def test_constants_of_gradients_have_tangents(transform: str, check: bool) -> None:
+    x, run = torch.linspace(0.5, 2.0, 4, dtype=torch.float64), OVER_GRADIENTS[transform]
+    for body, dense in {
+        scaled_by_square: scaled_by_square,
+        scaled_by_maximum: scaled_by_dense_maximum,
+        scaled_by_constant: scaled_by_constant,
+        cubed_if_differentiated: cubed_if_differentiated,
+    }.items():
+        mapped = fs.shard_map(body, mesh=MESH, in_specs=P("x"), out_specs=P("x"), check=check)
+        close(run(mapped, x), run(dense, x))
+
+
+def test_hooks_of_gradients_with_tangents_are_refused() -> None:
+    x = torch.linspace(0.5, 2.0, 4, dtype=torch.float64)
+    mapped = fs.shard_map(hooked, mesh=MESH, in_specs=P("x"), out_specs=P("x"))
+    for transform in ("jvp of grad", "hessian"):
+        with pytest.raises(ShardingError, match="forward mode goes around gradients"):
+            OVER_GRADIENTS[transform](mapped, x)
