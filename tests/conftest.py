@@ -1,7 +1,8 @@
-"""Settings of every test: Hypothesis without clocks, and the same examples every time."""
+"""Settings of every test: Hypothesis without clocks, the same examples, a small heap to collect."""
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -13,6 +14,16 @@ settings.load_profile("fshard")
 
 GROUPS = {"tests/distributed/": "gloo", "tests/repository/test_examples.py": "examples"}
 """Tests that one worker runs, by the beginning of their ids."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen_heap() -> None:
+    """Exempt what exists from garbage collection, so that a test pays for its own objects alone.
+
+    A collection of all that the suite has imported, traced and cached takes a second or more.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
