@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 
 from fshard._torch.fake_tensors import FakeTensor, FunctionalTensor
 from fshard._torch.functorch import get_unwrapped, is_wrapped
-from fshard._torch.modes import DisableTorchFunction
+from fshard._torch.modes import DisableTorchFunction, current_dispatch_mode
 
 lazy_clone: Callable[[torch.Tensor], torch.Tensor] = torch._lazy_clone
 """Return a copy that shares memory until one of the two is written."""
@@ -20,6 +21,7 @@ storage_id: Callable[[torch.Tensor], int] = torch._C._storage_id  # type: ignore
 """Return an id of the storage; raise for sparse tensors and wrappers of `torch.func`."""
 copy_all: Callable[[Any, Any], None] = torch._foreach_copy_
 """`copy_all(targets, sources)`: copy tensors by one call."""
+_owners: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]
 ONE_OWNER = 2
 """References to the storage of one tensor: of the tensor and of the storage's Python object."""
 sparse_values: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor._values
@@ -86,6 +88,75 @@ def has_one_owner(x: torch.Tensor) -> bool:
     (True, False)
     """
     return _use_count(x.untyped_storage()) <= ONE_OWNER
+
+
+def temporaries(gradients: Sequence[torch.Tensor | None], nbytes: int) -> tuple[int, ...]:
+    """Return the indices of gradients of at least `nbytes` that nothing but autograd has.
+
+    The first call of `backward` of an `autograd.Function` may write those. Call it there with the
+    gradients that autograd gave: references are counted, and compared with those to a gradient that
+    only autograd has.
+
+    >>> class Identity(torch.autograd.Function):
+    ...     @staticmethod
+    ...     def forward(ctx, *xs):
+    ...         return tuple([x.detach() for x in xs])
+    ...
+    ...     @staticmethod
+    ...     def backward(ctx, *gradients):
+    ...         print(temporaries(gradients, nbytes=0))
+    ...         return gradients
+    >>> x, y = Identity.apply(*torch.ones(2, 3, requires_grad=True))
+    >>> torch.autograd.backward([2 * x, 3 * y], [torch.ones(3), torch.ones(3)])
+    (0, 1)
+    >>> x, y = Identity.apply(*torch.ones(2, 3, requires_grad=True))
+    >>> torch.autograd.backward([x, 3 * y], [kept := torch.ones(3), torch.ones(3)])
+    (1,)
+    """
+    large = [
+        i for i, g in enumerate(gradients)
+        if g is not None and g.nbytes >= nbytes and type(g) is torch.Tensor and g.is_contiguous()
+    ]  # fmt: skip
+    if not large or current_dispatch_mode() is not None:
+        return ()
+    counts = [_references(gradients, i) for i in large]
+    return tuple([i for i, count in zip(large, counts, strict=True) if count in _temporary()])
+
+
+def _references(gradients: Sequence[torch.Tensor | None], index: int) -> tuple[int, ...]:
+    """Return the numbers of references to a tensor, its memory, and the tensor that it views."""
+    x = gradients[index]
+    assert x is not None
+    counts = sys.getrefcount(x), _owners(x), _use_count(x.untyped_storage())
+    base = x._base
+    return counts if base is None else (*counts, sys.getrefcount(base), _owners(base))
+
+
+@functools.cache
+def _temporary() -> frozenset[tuple[int, ...]]:
+    """Return the numbers of references to gradients that only autograd has."""
+    counts: set[tuple[int, ...]] = set()
+
+    class Identity(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *xs: torch.Tensor) -> Any:
+            return tuple([x.detach() for x in xs])
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+            count_all(gradients)
+            return gradients
+
+    def count_all(gradients: Sequence[torch.Tensor]) -> None:
+        found = [_references(gradients, i) for i in range(len(gradients))]
+        counts.update(found)
+
+    with torch.enable_grad():
+        weight, other = (torch.zeros(2, 2, requires_grad=True) for _ in range(2))
+        x, y = Identity.apply(weight, other)  # type: ignore[no-untyped-call]
+        product = torch.nn.functional.linear(torch.zeros(1, 2), x) + y * y
+        torch.autograd.grad(product.sum(), [weight, other])
+    return frozenset(counts)
 
 
 def _use_count(storage: torch.UntypedStorage) -> int:

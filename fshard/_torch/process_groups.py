@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
 __all__ = [
-    "PrefixStore", "TCPStore", "create_group", "default_group", "default_store",
+    "PrefixStore", "TCPStore", "below_autograd", "create_group", "default_group", "default_store",
     "init_default_group", "leak_groups", "pending_works", "register_meta_kernels", "resolve_group",
     "strided_shard_type",
 ]  # fmt: skip
@@ -30,6 +30,9 @@ resolve_group: Callable[[Any], Any] = c10d._resolve_process_group  # type: ignor
 """Return the process group of a group name."""
 pending_works: Callable[[], int] = torch._C._distributed_c10d._get_work_registry_size
 """Return the number of launched functional collectives that were not waited for."""
+
+below_autograd: Callable[[], Any] = torch._C._AutoDispatchBelowAutograd
+"""Return a context in which operations run without their gradients, which are not recorded."""
 
 
 def register_meta_kernels() -> None:

@@ -8,7 +8,7 @@ their first leaves: so ranks in several groups never wait for each other in a ri
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -34,8 +34,9 @@ FinishAll = Callable[[], tuple[torch.Tensor, ...]]
 
 
 def launch_all(
-    plans: Sequence[BucketPlan], transport: Transport, xs: Sequence[torch.Tensor]
-) -> FinishAll:
+    plans: Sequence[BucketPlan], transport: Transport, xs: Sequence[torch.Tensor],
+    owned: Collection[int] = (),
+) -> FinishAll:  # fmt: skip
     """Launch programs on this rank's locals; return the call that waits for the results.
 
     While the collectives of a bucket are under way, the bucket before it is finished.
@@ -44,12 +45,13 @@ def launch_all(
         plans: the plans of all buckets for this rank.
         transport: this rank's transport.
         xs: one local per leaf.
+        owned: the leaves whose locals may be written.
     """
     ys = list(xs)
     previous: Iterator[None] = iter(())
     remaining = 0
     for bucket in plans:
-        current = _run_bucket(bucket, transport, ys)
+        current = _run_bucket(bucket, transport, ys, owned)
         next(current, None)
         for _ in previous:
             pass
@@ -187,7 +189,9 @@ class _Leaf:
         return stage
 
 
-def _run_bucket(plan: BucketPlan, transport: Transport, ys: Locals) -> Iterator[None]:
+def _run_bucket(
+    plan: BucketPlan, transport: Transport, ys: Locals, owned: Collection[int]
+) -> Iterator[None]:
     """Run a bucket's leaves, yielding after each launch; `ys` has the results at the end."""
     for launches in plan.rounds:
         finishes = []
@@ -195,7 +199,7 @@ def _run_bucket(plan: BucketPlan, transport: Transport, ys: Locals) -> Iterator[
             _run_stages(before, ys)
             for kind in kinds:
                 finishes += [
-                    _launch_kind(same_device, axes, transport, ys)
+                    _launch_kind(same_device, axes, transport, ys, owned)
                     for same_device in _by_device(kind, ys)
                 ]
         yield
@@ -246,11 +250,14 @@ def _sorted(group: Group) -> Group:
 
 
 def _launch_kind(
-    plan: KindPlan, axes: tuple[str, ...], transport: Transport, ys: Locals
-) -> Callable[[], None]:
+    plan: KindPlan, axes: tuple[str, ...], transport: Transport, ys: Locals,
+    owned: Collection[int],
+) -> Callable[[], None]:  # fmt: skip
     """Launch wires of one kind at once over the kind's group; a single one over its own group."""
     if len(plan.members) == 1:
-        launched = [(i, launch_wire(wire, ys[i], transport)) for i, wire in plan.own]
+        launched = [
+            (i, launch_wire(wire, ys[i], transport, owned=i in owned)) for i, wire in plan.own
+        ]
 
         def finish_one() -> None:
             for i, finish in launched:

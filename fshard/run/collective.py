@@ -96,8 +96,13 @@ class Wire:
     receive: tuple[int, ...] = ()
 
 
-def launch_wire(wire: Wire, x: torch.Tensor, transport: Transport) -> Finish:
-    """Launch one collective on this rank's local; return the call that waits for its result."""
+def launch_wire(
+    wire: Wire, x: torch.Tensor, transport: Transport, *, owned: bool = False
+) -> Finish:
+    """Launch one collective on this rank's local; return the call that waits for its result.
+
+    A local that is `owned` may be written: no one else has its memory.
+    """
     payload = wire.pack(x)
     notify(wire.name, wire.axes, wire.sent * payload.element_size(), transport.rank, payload.dtype)
     moved: Callable[[], Parts]
@@ -105,7 +110,7 @@ def launch_wire(wire: Wire, x: torch.Tensor, transport: Transport) -> Finish:
         case "all_gather":
             moved = transport.all_gather(payload, wire.group)
         case "all_reduce":
-            moved = transport.all_reduce(payload, wire.reduction, wire.group)
+            moved = transport.all_reduce(payload, wire.reduction, wire.group, owned=owned)
         case "reduce_scatter":
             moved = transport.reduce_scatter(payload, wire.reduction, wire.group)
         case "all_to_all":

@@ -61,17 +61,18 @@ LocalStep = (
 )
 
 
-def launch(prog: Program, transport: Transport, x: torch.Tensor) -> Finish:
+def launch(prog: Program, transport: Transport, x: torch.Tensor, *, owned: bool = False) -> Finish:
     """Run a program on this rank's local up to and including the start of its last collective.
 
-    A rank outside of the target's mesh gets an empty tensor.
+    A rank outside of the target's mesh gets an empty tensor. A local that is `owned` may be
+    written: no one else has its memory.
     """
     before, last, after = _split_at_last_wire(prog, transport.rank)
     for stage in before:
-        x = launch_wire(stage, x, transport)() if isinstance(stage, Wire) else stage(x)
+        x = launch_wire(stage, x, transport, owned=owned)() if isinstance(stage, Wire) else stage(x)
     if last is None:
         return lambda: x
-    finish = launch_wire(last, x, transport)
+    finish = launch_wire(last, x, transport, owned=owned)
     if not after:
         return finish
 

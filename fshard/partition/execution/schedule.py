@@ -6,9 +6,10 @@ roles are exchanged. So gradients of parameters are reduced in buckets as by DDP
 2006.15704), sharded parameters are gathered a bucket ahead of their use as by FSDP (Zhao et al.,
 arXiv 2304.11277), and a result that is needed later is on its way meanwhile.
 
-The last bucket of gradients and the first one of parameters overlap with no computation. Of k equal
-buckets of S bytes, each with a startup of as long as E bytes take, they and the startups take the
-time of S / k + k E bytes. The smallest k with k (k + 1) >= S / E has the minimum.
+The last bucket of gradients and the first one of parameters overlap with no computation. If S bytes
+are sent in k equal buckets, and the startup of each (the host's and the machine's) takes as long as
+E bytes, these two and the startups take the time of S / k + k E bytes. The smallest k with
+k (k + 1) >= S / E has the minimum.
 """
 
 from __future__ import annotations
@@ -46,6 +47,11 @@ LaunchKeys = tuple[LaunchKey, ...]
 MAX_HOISTED = 8
 """Operations that run first, if a value without gradient that is sent depends on no others."""
 FIRST, UNUSED = 0, -1
+HOST_SECONDS = 3e-4
+"""Python's time for one more launch and wait in the backward pass, measured on one CPU core.
+
+It does not make buckets of gathered parameters larger, whose memory can be freed one by one.
+"""
 
 
 @dataclass(slots=True)
@@ -255,12 +261,12 @@ def _bucket_bytes(moves: Sequence[Redistribution], topology: Topology) -> float:
     """Return the bytes of each of the buckets that arguments are best sent in."""
     total = sum(_local_bytes(move.program) for move in moves)
     prog = moves[0].program
-    prog = prog if _keys(prog) else prog.T
+    host, prog = (0.0, prog) if _keys(prog) else (HOST_SECONDS, prog.T)
     links = [
         step_link(topology, prog.steps[i], *wire_specs(prog)[i : i + 2])
         for i, _ in launch_keys(prog)
     ]
-    startup = max((topology.launch + link.latency) * link.bandwidth for link in links)
+    startup = max((host + topology.launch + link.latency) * link.bandwidth for link in links)
     if not startup:
         return math.inf
     return total / max(1, math.ceil(math.sqrt(total / startup + 0.25) - 0.5))

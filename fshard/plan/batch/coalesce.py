@@ -28,6 +28,8 @@ Leaves = tuple[Program | None, ...]
 LeafSteps = tuple[tuple[int, int], ...]
 """Steps of several leaves: the index of the leaf, and of the step in its program."""
 TypedStep = tuple[Step, Spec, Spec]
+ALONE_BYTES = 2**21
+"""Bytes from which on a copy into a common buffer costs more than a launch, on one CPU core."""
 
 
 class Launch(NamedTuple):
@@ -230,11 +232,22 @@ def rounds(leaves: Leaves, bucket: tuple[int, ...]) -> tuple[LeafSteps, ...]:
 
 @lru_cache(maxsize=1024)
 def coalesced(leaves: Leaves, steps: LeafSteps) -> tuple[LeafSteps, ...]:
-    """Group the collectives of a round by launch."""
-    by_key: dict[LaunchKey, list[tuple[int, int]]] = {}
+    """Group the collectives of a round by launch.
+
+    A large all-reduce is a launch of its own, which may run in place.
+    """
+    by_key: dict[Hashable, list[tuple[int, int]]] = {}
     for leaf, step in steps:
-        by_key.setdefault(dict(launch_keys(leaves[leaf]))[step], []).append((leaf, step))
+        key: Hashable = dict(launch_keys(leaves[leaf]))[step]
+        if _is_large_all_reduce(*typed_step(leaves, leaf, step)):
+            key = leaf, step
+        by_key.setdefault(key, []).append((leaf, step))
     return tuple(map(tuple, by_key.values()))
+
+
+def _is_large_all_reduce(step: Step, src: Spec, _: Spec) -> bool:
+    """Return True for an all-reduce that is not coalesced, equally on all ranks."""
+    return isinstance(step, AllReduce) and src.local_nbytes(src.mesh.ranks[0]) >= ALONE_BYTES
 
 
 @lru_cache(maxsize=256)

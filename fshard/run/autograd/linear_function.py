@@ -7,7 +7,7 @@ and minima are not linear: their gradient is `torch.amax`'s, shared equally betw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import compress, zip_longest
@@ -57,6 +57,7 @@ from fshard.run.transports.simulator import SimulatedRank, run_ranks, run_togeth
 V = TypeVar("V")
 Tensors = tuple[torch.Tensor, ...]
 FinishAll = Callable[[], Tensors]
+Launch = Callable[[Transport, Tensors], FinishAll]
 
 
 class LinearOp(Protocol):
@@ -136,15 +137,15 @@ class ProgramGroup:
         """Return a group of other programs with the same ranks and buckets."""
         return ProgramGroup(tuple(progs), self.ranks, self.bucket_bytes)
 
-    def launch(self, transport: Transport, xs: Tensors) -> FinishAll:
-        """Launch the programs on this rank's locals."""
+    def launch(self, transport: Transport, xs: Tensors, owned: Collection[int] = ()) -> FinishAll:
+        """Launch the programs on this rank's locals, of which those of `owned` may be written."""
         if any(map(has_symbolic_sizes, xs)):
             return _launch_symbolic(self, transport, xs)
         if len(self.progs) > 1:
             rank = transport.rank
             plan = lambda: bucket_plans(self.progs, self.bucket_bytes, rank)  # noqa: E731
-            return launch_all(self._cached(rank, plan), transport, xs)
-        finish = launch(self.progs[0], transport, xs[0])
+            return launch_all(self._cached(rank, plan), transport, xs, owned)
+        finish = launch(self.progs[0], transport, xs[0], owned=0 in owned)
         return lambda: (finish(),)
 
     def run_on_shards(self, xs: Tensors) -> Tensors:
@@ -205,7 +206,7 @@ def _wider(prog: Program, n: int) -> Program:
     return Program(wide_src, prog.steps, forward_dtype=dtypes[0], backward_dtype=dtypes[1])
 
 
-def launch_linear(op: LinearOp, xs: Tensors, where: str) -> FinishAll:
+def launch_linear(op: LinearOp, xs: Tensors, where: str, launch: Launch | None = None) -> FinishAll:
     """Launch `op` on this rank's locals without a gradient; meta and fake tensors send nothing.
 
     In graphs that `make_fx` records in forward mode, as for `torch.func.linearize`, the collectives
@@ -213,21 +214,27 @@ def launch_linear(op: LinearOp, xs: Tensors, where: str) -> FinishAll:
 
     Call it under `torch.no_grad()` where a local requires grad; `apply_linear` adds the gradient.
 
+    Args:
+        op: the operation.
+        xs: this rank's locals.
+        where: the caller, for errors.
+        launch: the function that launches it; None is `op.launch`.
+
     Raises:
         ShardingError: without a rank.
     """
-    mesh = op.mesh
+    mesh, launch = op.mesh, launch or op.launch
     if is_abstract(xs[0]):
         with unobserved():
-            return op.launch(shape_transport(mesh, where), xs)
+            return launch(shape_transport(mesh, where), xs)
     transport = current_rank(mesh, where)
     if isinstance(transport, SimulatedRank):
         transport.world.share_forward_level()
     elif forward_ad_level() >= 0 and is_recording() and all(map(_is_constant, xs)):
         with without_dispatch_modes():
-            constants = _launch_on_rank(op, transport, xs, where)()
+            constants = _launch_on_rank(op, transport, xs, where, launch)()
         return lambda: constants
-    return _launch_on_rank(op, transport, xs, where)
+    return _launch_on_rank(op, transport, xs, where, launch)
 
 
 def _is_constant(x: torch.Tensor) -> bool:
@@ -235,16 +242,18 @@ def _is_constant(x: torch.Tensor) -> bool:
     return has_values(x) and not depends_on_inputs(x)
 
 
-def _launch_on_rank(op: LinearOp, transport: Transport, xs: Tensors, where: str) -> FinishAll:
+def _launch_on_rank(
+    op: LinearOp, transport: Transport, xs: Tensors, where: str, launch: Launch
+) -> FinishAll:
     """Launch `op` over the transport of a rank, with a label."""
     if transport.rank not in op.mesh:
         check_ranks(op.mesh, transport, where)
         return lambda: tuple(x.new_empty(0) for x in xs)
     if LABEL.get() is not None:
-        return op.launch(transport, xs)
+        return launch(transport, xs)
     arguments = op.text if isinstance(op, ProgramGroup) else ""
     with labelled(Label(where, op.mesh, arguments=arguments)):
-        return op.launch(transport, xs)
+        return launch(transport, xs)
 
 
 def _execute(op: LinearOp, xs: Tensors, on_shards: bool, launched: FinishAll | None) -> Tensors:

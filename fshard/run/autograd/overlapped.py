@@ -9,6 +9,7 @@ is waited for late in the backward pass; operations between the two are differen
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import compress
 from typing import Any, cast
 
@@ -16,7 +17,9 @@ import torch
 
 from fshard._torch.functorch import apply_function, is_transformed
 from fshard._torch.legacy_vmap import is_legacy_batched
+from fshard._torch.memory import temporaries
 from fshard.layout.spec import Spec
+from fshard.plan.batch.coalesce import ALONE_BYTES
 from fshard.run.autograd.linear_function import (
     FinishAll,
     ProgramGroup,
@@ -60,12 +63,14 @@ def launch_programs(op: ProgramGroup, xs: Tensors, on_shards: bool) -> FinishAll
     return finish
 
 
-def _launch(op: ProgramGroup, xs: Tensors, on_shards: bool) -> FinishAll:
+def _launch(
+    op: ProgramGroup, xs: Tensors, on_shards: bool, owned: tuple[int, ...] = ()
+) -> FinishAll:
     """Launch programs without a gradient; a simulation runs them at once."""
     if on_shards:
         ys = op.run_on_shards(xs)
         return lambda: ys
-    return launch_linear(op, xs, WHERE)
+    return launch_linear(op, xs, WHERE, partial(op.launch, owned=owned) if owned else None)
 
 
 class _Flight:
@@ -79,15 +84,18 @@ class _Flight:
     def __init__(self, op: ProgramGroup, on_shards: bool) -> None:
         self.op, self.on_shards, self.label = op, on_shards, backward_label()
 
-    def launch_backward(self, grads: Gradients) -> None:
-        """Launch the transposes for the leaves that have a cotangent on some rank."""
+    def launch_backward(self, grads: Gradients, owned: tuple[int, ...]) -> None:
+        """Launch the transposes for the leaves that have a cotangent on some rank.
+
+        The cotangents of the indices `owned` may be written.
+        """
         n = self.op.mesh.size if self.on_shards else 1
         present = tuple([g is not None for g in grads])
         if n > 1:
             present = tuple([any(present[i : i + n]) for i in range(0, len(grads), n)])
         op = self.op.transposed(present)
         if all([g is not None for g in grads]):  # noqa: C419
-            self.finish_backward = self._launch_transposes(op, cast("Tensors", grads))
+            self.finish_backward = self._launch_transposes(op, cast("Tensors", grads), owned)
             return
         rows = [grads[i : i + n] for i in range(0, len(grads), n)]
         cotangents = tuple(
@@ -104,13 +112,15 @@ class _Flight:
 
         self.finish_backward = finish_backward
 
-    def _launch_transposes(self, op: ProgramGroup, grads: Tensors) -> FinishAll:
+    def _launch_transposes(
+        self, op: ProgramGroup, grads: Tensors, owned: tuple[int, ...] = ()
+    ) -> FinishAll:
         """Launch the transposes; where a gradient of them is recorded, they run at once."""
         with backward_phase(self.label):
             if is_transformed() or is_differentiated(*grads) or any(map(is_legacy_batched, grads)):
                 results = apply_linear(op, grads, self.on_shards)
                 return lambda: results
-            return _launch(op, grads, self.on_shards)
+            return _launch(op, grads, self.on_shards, owned)
 
 
 def _filled(shards: Gradients, spec: Spec) -> Tensors:
@@ -161,5 +171,5 @@ class _WaitNode(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         flight: _Flight = ctx.flight
-        flight.launch_backward(grads)
+        flight.launch_backward(grads, temporaries(grads, ALONE_BYTES))
         return None, ctx.token
