@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
 __all__ = [
-    "PrefixStore", "TCPStore", "below_autograd", "create_group", "default_group", "default_store",
+    "PrefixStore", "TCPStore", "call_below_autograd", "create_group", "default_group", "default_store",
     "init_default_group", "leak_groups", "pending_works", "register_meta_kernels", "resolve_group",
     "strided_shard_type",
 ]  # fmt: skip
@@ -31,8 +31,16 @@ resolve_group: Callable[[Any], Any] = c10d._resolve_process_group  # type: ignor
 pending_works: Callable[[], int] = torch._C._distributed_c10d._get_work_registry_size
 """Return the number of launched functional collectives that were not waited for."""
 
-below_autograd: Callable[[], Any] = torch._C._AutoDispatchBelowAutograd
-"""Return a context in which operations run without their gradients, which are not recorded."""
+
+def call_below_autograd(op: Callable[..., Any], *args: Any) -> Any:
+    """Return `op(*args)` of a functional collective, whose gradient is the caller's.
+
+    PyTorch's kernels of these gradients are Python code, which takes longer than the launch.
+    """
+    if torch.compiler.is_compiling():
+        return op(*args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*args)
 
 
 def register_meta_kernels() -> None:

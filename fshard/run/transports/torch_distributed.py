@@ -26,7 +26,7 @@ from fshard._torch.fake_tensors import is_recording_below_autograd
 from fshard._torch.memory import materialized
 from fshard._torch.process_groups import (
     TCPStore,
-    below_autograd,
+    call_below_autograd,
     create_group,
     default_group,
     default_store,
@@ -145,7 +145,7 @@ class ProcessWorld:
         flat, restore = _as_bytes(_merge_leading(x, 0) if x.dtype in NATIVE else x.reshape(-1))
         name, order = self._group(group, "all_gather")
         label = LABEL.get()
-        out = _call(OPS.all_gather_into_tensor, flat, n, name)
+        out = call_below_autograd(OPS.all_gather_into_tensor, flat, n, name)
 
         def finish() -> Parts:
             gathered = restore(_wait(out, label, "all_gather", group))
@@ -181,9 +181,9 @@ class ProcessWorld:
         label = LABEL.get()
         name = self._group(group, "all_reduce")[0]
         if owned and wire is x and x.is_contiguous():
-            out = _call(OPS.all_reduce_, x, reduction, name)
+            out = call_below_autograd(OPS.all_reduce_, x, reduction, name)
         else:
-            out = _call(OPS.all_reduce, wire.contiguous(), reduction, name)
+            out = call_below_autograd(OPS.all_reduce, wire.contiguous(), reduction, name)
         return lambda: restore(_wait(out, label, "all_reduce", group))
 
     def reduce_scatter(self, x: torch.Tensor, reduction: str, group: Group) -> Finish:
@@ -210,7 +210,7 @@ class ProcessWorld:
             wire = torch.stack([wire[i] for i in _inverse(order)])
         flat = _merge_leading(wire, 1).contiguous()
         label = LABEL.get()
-        out = _call(OPS.reduce_scatter_tensor, flat, reduction, n, name)
+        out = call_below_autograd(OPS.reduce_scatter_tensor, flat, reduction, n, name)
         shape = x.shape[1:]
         return lambda: restore(_wait(out, label, "reduce_scatter", group)).reshape(shape)
 
@@ -236,7 +236,7 @@ class ProcessWorld:
         receive_sizes = list(receive)
         label = LABEL.get()
         sizes = [n * item for n in receive_sizes], [n * item for n in send]
-        out = _call(OPS.all_to_all_single, wire, *sizes, name)
+        out = call_below_autograd(OPS.all_to_all_single, wire, *sizes, name)
 
         def finish() -> torch.Tensor:
             received = restore(_wait(out, label, op, group))
@@ -317,20 +317,9 @@ def _blocking(wait: Callable[[], T]) -> T:
     return wait() if watched is None else watched(wait)
 
 
-def _call(op: Callable[..., Any], *args: Any) -> Any:
-    """Return `op(*args)` of a functional collective, whose gradient is the caller's.
-
-    PyTorch's kernels of their gradients are Python code, which takes longer than the launch.
-    """
-    if torch.compiler.is_compiling():
-        return op(*args)
-    with below_autograd():
-        return op(*args)
-
-
 def _wait(out: torch.Tensor, label: Label | None, op: str, group: Group) -> torch.Tensor:
     try:
-        return _blocking(lambda: _call(OPS.wait_tensor, out))  # type: ignore[no-any-return]
+        return _blocking(lambda: call_below_autograd(OPS.wait_tensor, out))  # type: ignore[no-any-return]
     except RuntimeError as error:
         raise lost(error, label, op, group) from error
 
