@@ -16,9 +16,9 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
 __all__ = [
-    "PrefixStore", "TCPStore", "call_below_autograd", "create_group", "default_group", "default_store",
-    "init_default_group", "leak_groups", "pending_works", "register_meta_kernels", "resolve_group",
-    "strided_shard_type",
+    "PrefixStore", "TCPStore", "call_below_autograd", "create_group", "default_group",
+    "default_store", "init_default_group", "leak_groups", "pending_works",
+    "register_meta_kernels", "resolve_group", "strided_shard_type",
 ]  # fmt: skip
 
 default_group: Callable[[], Any] = partial(attrgetter("_default_pg"), c10d._world)

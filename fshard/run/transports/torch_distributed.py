@@ -319,7 +319,8 @@ def _blocking(wait: Callable[[], T]) -> T:
 
 def _wait(out: torch.Tensor, label: Label | None, op: str, group: Group) -> torch.Tensor:
     try:
-        return _blocking(lambda: call_below_autograd(OPS.wait_tensor, out))  # type: ignore[no-any-return]
+        result: torch.Tensor = _blocking(lambda: call_below_autograd(OPS.wait_tensor, out))
+        return result
     except RuntimeError as error:
         raise lost(error, label, op, group) from error
 
