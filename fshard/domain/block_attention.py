@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fshard.ops.rules.reduce.reduction_decompositions import wide
+from fshard.ops.rules.reduce.moments import wide
 
 aten = torch.ops.aten
 MAX_SCORES = 1 << 22

@@ -28,7 +28,7 @@ from fshard.layout.tree import is_pair
 from fshard.layout.validation import as_ints
 from fshard.ops.prng.draw_ops import DRAW_OPS
 from fshard.ops.prng.keyed_block import keyed_block_hook
-from fshard.ops.rules.reduce.reduction_decompositions import wide
+from fshard.ops.rules.reduce.moments import wide
 from fshard.partition.apply import on_pairs
 from fshard.random.keys import fold_in
 from fshard.random.sampling import dropout_scale

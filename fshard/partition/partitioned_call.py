@@ -302,7 +302,8 @@ class PartitionedCall:
         """Raise `ShardingError` for operations that PyTorch gives no tangent."""
         calls = [line.strategy.call for line in self.lines if isinstance(line, Operation)]
         for call in calls:
-            if has_registered_gradient(call.op):
+            # Functions with tangents run in the place of fshard's own operations.
+            if has_registered_gradient(call.op) and call.op.namespace != "fshard":
                 fail(WHERE, f"the torch.library operation {call.op} in forward mode",
                      "register_autograd registers a gradient and no tangent, for which PyTorch "
                      "takes zero", "reverse mode, by torch.autograd.grad")  # fmt: skip

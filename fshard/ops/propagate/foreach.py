@@ -18,7 +18,8 @@ from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
 from fshard.ops.core.call import Meta, OpCall, map_call, meta_results
 from fshard.ops.core.registry import register_decomposition
-from fshard.ops.rules.reduce.reduction_decompositions import root, wide
+from fshard.ops.rules.reduce.moments import wide
+from fshard.ops.rules.reduce.reduction_decompositions import root
 from fshard.ops.strategy.axis_roles import AxisState, Role
 from fshard.ops.strategy.local_call import RankContext, flat, run_local
 from fshard.ops.strategy.strategy import Strategy

@@ -313,7 +313,7 @@ def refuse_autocast(where: str) -> None:
 
 def decompose(
     op: Any, decomposition: Callable[..., Any] | None, args: Sequence[Any],
-    kwargs: Mapping[str, Any], device: torch.device,
+    kwargs: Mapping[str, Any], device: torch.device, requires_grad: Sequence[bool] = (),
 ) -> fx.GraphModule | None:  # fmt: skip
     """Return the graph of one operation in terms of others, traced once per kind of arguments.
 
@@ -323,6 +323,7 @@ def decompose(
         args: arguments with `Meta` in the places of tensors.
         kwargs: keyword arguments, likewise.
         device: the device of the tensors.
+        requires_grad: for every tensor, if its gradient is requested.
 
     Returns:
         The graph, None if PyTorch has no decomposition.
@@ -330,7 +331,8 @@ def decompose(
     run = decomposition or torch_decomposition(op)
     if run is None:
         return None
-    key = freeze(tuple(args)), freeze(dict(kwargs)), torch.is_grad_enabled(), device
+    needed = tuple(requires_grad) if any(requires_grad) else ()
+    key = freeze(tuple(args)), freeze(dict(kwargs)), torch.is_grad_enabled(), device, needed
     return _decomposed(op, run, decomposition is not None, *key)
 
 
@@ -343,6 +345,7 @@ def _decomposed(
     frozen_kwargs: Any,
     grad: bool,
     device: torch.device,
+    requires_grad: tuple[bool, ...],
 ) -> fx.GraphModule:
     args, kwargs = unfreeze_call(frozen_args, frozen_kwargs)
     metas = instances_in((*args, *kwargs.values()), Meta)
@@ -353,7 +356,9 @@ def _decomposed(
         return list(out) if isinstance(out, list | tuple) else [out]
 
     devices = [device] * len(metas)
-    traced = trace(flat, metas, f"fs.partition: {op}", above=above, devices=devices)
+    with torch.set_grad_enabled(grad or any(requires_grad)):
+        traced = trace(flat, metas, f"fs.partition: {op}", above=above,
+                       requires_grad=requires_grad, devices=devices)  # fmt: skip
     assert not traced.written, f"{op} writes an argument"
     return traced.graph
 

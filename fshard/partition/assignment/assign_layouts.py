@@ -433,10 +433,11 @@ class LayoutAssigner:
     ) -> Any:
         """Add the lines of an operation's decomposition, and return its results."""
         metas, named = map_call(args, kwargs, TensorVersions, lambda tensor: Meta.of(tensor.spec))
-        graph = decompose(op, decomposition, metas, named, self.device)
+        grad, operands = self.grad, instances_in((*args, *kwargs.values()), TensorVersions)
+        needed = [grad and tensor.grad for tensor in operands]
+        graph = decompose(op, decomposition, metas, named, self.device, needed)
         if graph is None:
             self.refuse(op, args, kwargs)
-        grad, operands = self.grad, instances_in((*args, *kwargs.values()), TensorVersions)
         self.decomposing.append((call_key(op, args, kwargs), elements_of(operands)))
         results = self.run(graph, operands)
         self.decomposing.pop()

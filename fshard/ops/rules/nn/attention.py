@@ -23,7 +23,7 @@ from fshard.ops.core.registry import register_decomposition, register_rule
 from fshard.ops.core.rule import Dims, Rule
 from fshard.ops.rules.elementwise.random_ops import KEYED
 from fshard.ops.rules.letters import drop_broadcast, letters, no_factors, text_dims
-from fshard.ops.rules.reduce.reduction_decompositions import wide
+from fshard.ops.rules.reduce.moments import wide
 from fshard.ops.rules.shard_call import ShardCall, StaticRewrite
 from fshard.ops.strategy.local_call import LocalCall, RankContext, with_argument
 

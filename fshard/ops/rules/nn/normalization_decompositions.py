@@ -1,8 +1,8 @@
-"""Decompositions of normalizations over sharded dims: one reduction each, and a product.
+"""Decompositions of normalizations over sharded dims: one reduction each, and `normalize`.
 
-A layer norm over a sharded width reduces two sums per position; a batch norm over a sharded batch
-uses the statistics of the global batch. Gradient operations are decomposed too.
-Returned statistics of layers and batches have no gradient, as in PyTorch.
+A layer norm over a sharded width reduces the sums of each position; a batch norm over a sharded
+batch uses the statistics of the global batch. Gradient operations are decomposed too. Returned
+statistics of layers and batches have no gradient, as in PyTorch.
 """
 
 from __future__ import annotations
@@ -14,25 +14,28 @@ import torch
 from torch import Tensor
 
 from fshard.ops.core.registry import register_decomposition
-from fshard.ops.rules.reduce.moments import mean_and_variance, reduced_together
-from fshard.ops.rules.reduce.reduction_decompositions import wide
+from fshard.ops.rules.nn.normalize import Maybe, normalize
+from fshard.ops.rules.reduce.moments import mean_square, moments, reduced_together, wide
 from fshard.ops.rules.reduce.vector_norms import vector_norm
 
-Maybe = Tensor | None
+
+def _normal(
+    x: Tensor, dims: list[int], weight: Maybe, bias: Maybe, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the normalized tensor, mean, inverse deviation and variance."""
+    both = moments(x, dims)
+    mean, variance = both.unbind()
+    return normalize(x, both, weight, bias, eps), mean, (variance + eps).rsqrt(), variance
 
 
-def _normal(x: Tensor, dims: list[int], eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the normalized tensor, mean, inverse deviation and variance, in the dtype of sums."""
-    values = wide(x)
-    mean, variance = mean_and_variance(values, dims)
-    rstd = (variance + eps).rsqrt()
-    return (values - mean) * rstd, mean, rstd, variance
+def _scaled(x: Tensor, weight: Maybe, shape: Sequence[int] | None = None) -> Tensor:
+    if weight is None:
+        return x
+    return x * (weight if shape is None else weight.reshape(shape))
 
 
-def _affine(x: Tensor, weight: Maybe, bias: Maybe, shape: Sequence[int] | None = None) -> Tensor:
-    if weight is not None:
-        x = x * (weight if shape is None else weight.reshape(shape))
-    return x if bias is None else x + (bias if shape is None else bias.reshape(shape))
+def _shaped(x: Maybe, shape: Sequence[int]) -> Maybe:
+    return None if x is None else x.reshape(shape)
 
 
 def _back(grad: Tensor, normal: Tensor, rstd: Tensor, dims: list[int]) -> Tensor:
@@ -64,8 +67,8 @@ def _summed(x: Tensor, dims: list[int]) -> Tensor:
 def _native_layer_norm(
     x: Tensor, shape: Sequence[int], weight: Maybe, bias: Maybe, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    normal, mean, rstd, _ = _normal(x, _last(x, shape)[1], eps)
-    return _affine(normal, weight, bias).to(x.dtype), mean.detach(), rstd.detach()
+    result, mean, rstd, _ = _normal(x, _last(x, shape)[1], weight, bias, eps)
+    return result, mean.detach(), rstd.detach()
 
 
 @register_decomposition("layer_norm")
@@ -83,7 +86,7 @@ def _layer_norm_backward(
 ) -> tuple[Maybe, ...]:  # fmt: skip
     lead, dims = _last(x, shape)
     grads, normal = wide(grad), (wide(x) - mean) * rstd
-    into = _back(_affine(grads, weight, None), normal, rstd, dims).to(x.dtype)
+    into = _back(_scaled(grads, weight), normal, rstd, dims).to(x.dtype)
     gradients = into, _summed(grads * normal, lead), _summed(grads, lead)
     return _requested(gradients, output_mask)
 
@@ -92,10 +95,10 @@ def _layer_norm_backward(
 def _fused_rms_norm(
     x: Tensor, shape: Sequence[int], weight: Maybe, eps: float | None
 ) -> tuple[Tensor, Tensor]:
-    values = wide(x)
     epsilon = torch.finfo(x.dtype).eps if eps is None else eps
-    rstd = ((values * values).mean(_last(x, shape)[1], True) + epsilon).rsqrt()
-    return _affine(values * rstd, weight, None).to(x.dtype), rstd
+    square = mean_square(x, _last(x, shape)[1])
+    result: Tensor = normalize(x, square.unsqueeze(0), weight, None, epsilon)
+    return result, (square + epsilon).rsqrt()
 
 
 @register_decomposition("rms_norm")
@@ -112,7 +115,7 @@ def _rms_norm_backward(
 ) -> tuple[Maybe, Maybe]:  # fmt: skip
     lead, dims = _last(x, shape)
     grads, normal = wide(grad), wide(x) * rstd
-    inner = _affine(grads, weight, None)
+    inner = _scaled(grads, weight)
     into = (rstd * (inner - normal * (inner * normal).mean(dims, True))).to(x.dtype)
     scale = _summed(grads * normal, lead).to(x.dtype) if output_mask[1] else None
     return (into if output_mask[0] else None), scale
@@ -137,9 +140,10 @@ def _native_group_norm(
     x: Tensor, weight: Maybe, bias: Maybe, N: int, C: int, HxW: int, group: int, eps: float,  # noqa: N803
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     grouped, dims = _in_groups(x, group)
-    normal, mean, rstd, _ = _normal(grouped, dims, eps)
-    result = _affine(normal.flatten(1, 2), weight, bias, _channels(x)).to(x.dtype)
-    return result, mean.squeeze(dims).to(x.dtype), rstd.squeeze(dims).to(x.dtype)
+    shape = [1, *grouped.shape[1:3], *(1 for _ in dims[1:])]
+    scale, shift = _shaped(weight, shape), _shaped(bias, shape)
+    result, mean, rstd, _ = _normal(grouped, dims, scale, shift, eps)
+    return result.flatten(1, 2), mean.squeeze(dims).to(x.dtype), rstd.squeeze(dims).to(x.dtype)
 
 
 @register_decomposition("group_norm")
@@ -159,7 +163,7 @@ def _group_norm_backward(
     shape = (*mean.shape, *(1 for _ in dims))
     scale = wide(rstd).reshape(shape)
     normal = (grouped - wide(mean).reshape(shape)) * scale
-    inner = _in_groups(_affine(wide(grad), weight, None, _channels(x)), group)[0]
+    inner = _in_groups(_scaled(wide(grad), weight, _channels(x)), group)[0]
     into = _back(inner, normal, scale, dims).flatten(1, 2).to(x.dtype)
     reduced = [0, *range(2, x.ndim)]
     scales = (wide(grad) * normal.flatten(1, 2)).sum(reduced).to(x.dtype)
@@ -180,16 +184,16 @@ def _batch_norm(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return a batch norm by its own or given statistics; mean, inverse deviation, variance."""
     shape = _channels(x)
+    scale, shift = _shaped(weight, shape), _shaped(bias, shape)
     if own_statistics:
-        normal, *statistics = _normal(x, _over_batch(x), eps)
-        mean, rstd, var = (x.flatten() for x in statistics)
-    else:
-        assert mean is not None
-        assert var is not None
-        rstd = (var + eps).rsqrt()
-        normal = (wide(x) - mean.reshape(shape)) * rstd.reshape(shape)
-    result = _affine(normal, weight, bias, shape).to(x.dtype)
-    return result, mean.detach(), rstd.detach(), var.detach()
+        result, *statistics = _normal(x, _over_batch(x), scale, shift, eps)
+        mean, rstd, var = (statistic.detach().flatten() for statistic in statistics)
+        return result, mean, rstd, var
+    assert mean is not None
+    assert var is not None
+    given = torch.stack([mean.reshape(shape), var.reshape(shape)])
+    result = normalize(x, given, scale, shift, eps)
+    return result, mean.detach(), (var + eps).rsqrt().detach(), var.detach()
 
 
 @register_decomposition("batch_norm")
@@ -245,8 +249,8 @@ def _instance_norm(
 ) -> Tensor:  # fmt: skip
     if not use_input_stats:
         return _batch_norm(x, weight, bias, mean, var, False, eps)[0]
-    normal = _normal(x, list(range(2, x.ndim)), eps)[0]
-    return _affine(normal, weight, bias, _channels(x)).to(x.dtype)
+    scale, shift = _shaped(weight, _channels(x)), _shaped(bias, _channels(x))
+    return _normal(x, list(range(2, x.ndim)), scale, shift, eps)[0]
 
 
 @register_decomposition("native_batch_norm_backward")
@@ -263,7 +267,7 @@ def _batch_norm_backward(
     assert rstd is not None
     scale = rstd.reshape(shape)
     normal = (wide(x) - mean.reshape(shape)) * scale
-    inner = _affine(grads, weight, None, shape)
+    inner = _scaled(grads, weight, shape)
     into = _back(inner, normal, scale, reduced) if train else inner * scale
     gradients = into.to(x.dtype), (grads * normal).sum(reduced), grads.sum(reduced)
     return _requested(gradients, output_mask)

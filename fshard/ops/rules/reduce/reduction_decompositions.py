@@ -1,7 +1,7 @@
 """Decompositions of extremes, positions, means, variances and logsumexp over sharded dims.
 
 amax, amin, max, min, argmax, argmin, aminmax, nanmean, var, std, var_mean, std_mean, logsumexp.
-A variance is two sums; a position is the least index of the maximum. Constants, such as the
+A variance is one reduction; a position is the least index of the maximum. Constants, such as the
 maximum that a softmax subtracts, are detached before they are computed. Half precision is
 summed in float32, as in PyTorch's kernels.
 """
@@ -19,16 +19,11 @@ from fshard.ops.core.builders import dim_factors, normalize_dims
 from fshard.ops.core.call import OpCall
 from fshard.ops.core.registry import register_decomposition, register_rule
 from fshard.ops.core.rule import Rule
-from fshard.ops.rules.reduce.moments import mean_and_variance
+from fshard.ops.rules.reduce.moments import moments, wide
 from fshard.ops.rules.reduce.reductions import functional_overloads
 from fshard.ops.strategy.local_call import Args, Kwargs, RankContext
 
 ReducedDims = int | Sequence[int] | None
-
-
-def wide(x: Tensor) -> Tensor:
-    """Return `x` in the dtype of its sums: float32 for half precision."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def drop_dims(x: Tensor, dims: Sequence[int], keepdim: bool) -> Tensor:
@@ -190,16 +185,14 @@ def _moments(
     """Return variance and mean; without `correction` it is 1 if unbiased, else 0."""
     if isinstance(dim, bool):
         return _moments(x, None, dim, keepdim, correction)
-    dims, values = dims_in(x, dim), wide(x)
+    dims = dims_in(x, dim)
     ddof = (1.0 if unbiased else 0.0) if correction is None else float(correction)
     count = math.prod(x.shape[d] for d in dims)
     if x.is_complex():
-        mean = values.mean(dims, True)
-        deviation = values - mean
-        variance = (deviation * deviation.conj()).real.mean(dims, True)
+        parts = moments(torch.view_as_real(x), dims)
+        mean, variance = torch.view_as_complex(parts[0]), parts[1].sum(-1)
     else:
-        is_double = x.dtype == torch.float64
-        mean, variance = mean_and_variance(values, dims, in_two_passes=is_double)
+        mean, variance = moments(x, dims).unbind()
     variance = variance * (count / (count - ddof) if count > ddof else math.inf)
     real = x.real.dtype if x.is_complex() else x.dtype
     return drop_dims(variance, dims, keepdim).to(real), drop_dims(mean, dims, keepdim).to(x.dtype)

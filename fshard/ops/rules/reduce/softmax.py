@@ -1,12 +1,13 @@
 """Rules and decompositions of softmax, log_softmax, _safe_softmax, _masked_softmax and gradients.
 
 The softmax dim stays unsharded in the rules; over a sharded dim a softmax is decomposed into a
-maximum, a sum and a division. The maximum is constant for the gradient.
+maximum, a sum and a division. The backward pass keeps the result alone, and takes one sum.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,8 @@ from fshard.ops.core.builders import dim_factors, wrap_dim
 from fshard.ops.core.call import OpCall
 from fshard.ops.core.registry import register_decomposition, register_rule
 from fshard.ops.core.rule import Rule
-from fshard.ops.rules.reduce.reduction_decompositions import dims_in, wide
+from fshard.ops.rules.reduce.moments import wide
+from fshard.ops.rules.reduce.reduction_decompositions import dims_in
 from fshard.ops.rules.reduce.reductions import ZerosIfEmpty, functional_overloads
 from fshard.ops.rules.reduce.scans import _unsharded
 
@@ -45,21 +47,73 @@ register_rule(*functional_overloads("_masked_softmax"))(masked_softmax)
 
 def _shifted(x: Tensor, dims: list[int]) -> Tensor:
     """Return `x` minus its maximum, so that exponentials do not overflow."""
-    return x - torch.amax(x.detach(), dims, True) if x.numel() else x
+    return x - torch.amax(x, dims, True) if x.numel() else x
+
+
+class _Softmax(torch.autograd.Function):
+    """Softmax that saves its result alone, as PyTorch's; `safe` returns zeros for no terms."""
+
+    @staticmethod
+    def forward(x: Tensor, dims: list[int], safe: bool) -> Tensor:
+        values = wide(x)
+        if not safe:
+            powers = _shifted(values, dims).exp()
+            return (powers / powers.sum(dims, True)).to(x.dtype)
+        maximum = torch.amax(values, dims, True)
+        powers = (values - torch.where(maximum == -math.inf, 0, maximum)).exp()
+        sums = powers.sum(dims, True)
+        return (powers / torch.where(sums == 0, 1, sums)).to(x.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.dims = inputs[1]
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (result,) = ctx.saved_tensors
+        return _softmax_gradient(grad, result, ctx.dims).to(result.dtype), None, None
+
+
+class _LogSoftmax(torch.autograd.Function):
+    """Logarithm of softmax that saves its result alone, as PyTorch's."""
+
+    @staticmethod
+    def forward(x: Tensor, dims: list[int]) -> Tensor:
+        shifted = _shifted(wide(x), dims)
+        return (shifted - shifted.exp().sum(dims, True).log()).to(x.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.dims = inputs[1]
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (result,) = ctx.saved_tensors
+        return _log_softmax_gradient(grad, result, ctx.dims).to(result.dtype), None
+
+
+def _softmax_gradient(grad: Tensor, result: Tensor, dims: list[int]) -> Tensor:
+    product = wide(grad) * wide(result)
+    return product - wide(result) * product.sum(dims, True)
+
+
+def _log_softmax_gradient(grad: Tensor, result: Tensor, dims: list[int]) -> Tensor:
+    sums = wide(grad).sum(dims, True)
+    return wide(grad) - wide(result).exp() * sums
 
 
 @register_decomposition("softmax.int", "special_softmax")
 def _softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
     source = x if dtype is None else x.to(dtype)
-    powers = _shifted(wide(source), dims_in(x, dim)).exp()
-    return (powers / powers.sum(dims_in(x, dim), True)).to(source.dtype)
+    return _Softmax.apply(source, dims_in(x, dim), False)  # type: ignore[no-untyped-call, no-any-return]
 
 
 @register_decomposition("log_softmax.int", "special_log_softmax")
 def _log_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
     source = x if dtype is None else x.to(dtype)
-    shifted = _shifted(wide(source), dims_in(x, dim))
-    return (shifted - shifted.exp().sum(dims_in(x, dim), True).log()).to(source.dtype)
+    return _LogSoftmax.apply(source, dims_in(x, dim))  # type: ignore[no-untyped-call, no-any-return]
 
 
 @register_decomposition("_softmax")
@@ -74,23 +128,17 @@ def _log_softmax_kernel(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
 
 @register_decomposition("_safe_softmax")
 def _safe_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    source, dims = x if dtype is None else x.to(dtype), dims_in(x, dim)
-    values = wide(source)
-    maximum = torch.amax(values.detach(), dims, True)
-    powers = (values - torch.where(maximum == -math.inf, 0, maximum)).exp()
-    sums = powers.sum(dims, True)
-    return (powers / torch.where(sums == 0, 1, sums)).to(source.dtype)
+    source = x if dtype is None else x.to(dtype)
+    return _Softmax.apply(source, dims_in(x, dim), True)  # type: ignore[no-untyped-call, no-any-return]
 
 
 @register_decomposition("_softmax_backward_data")
 def _softmax_backward(grad: Tensor, result: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
-    product = wide(grad) * wide(result)
-    return (product - wide(result) * product.sum(dims_in(grad, dim), True)).to(input_dtype)
+    return _softmax_gradient(grad, result, dims_in(grad, dim)).to(input_dtype)
 
 
 @register_decomposition("_log_softmax_backward_data")
 def _log_softmax_backward(
     grad: Tensor, result: Tensor, dim: int, input_dtype: torch.dtype
 ) -> Tensor:
-    sums = wide(grad).sum(dims_in(grad, dim), True)
-    return (wide(grad) - wide(result).exp() * sums).to(input_dtype)
+    return _log_softmax_gradient(grad, result, dims_in(grad, dim)).to(input_dtype)

@@ -19,13 +19,13 @@ from fshard.ops.core.builders import align_factors, dim_factors, normalize_dims
 from fshard.ops.core.call import OpCall, base_name
 from fshard.ops.core.registry import register_decomposition, register_rule
 from fshard.ops.core.rule import Rule
+from fshard.ops.rules.reduce.moments import wide
 from fshard.ops.rules.reduce.reduction_decompositions import (
     ReducedDims,
     dims_in,
     drop_dims,
     extreme,
     root,
-    wide,
 )
 from fshard.ops.rules.reduce.reductions import NeutralIfEmpty, functional_overloads, reduction_rule
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fshard.ops.rules.reduce.reduction_decompositions import wide
+from fshard.ops.rules.reduce.moments import wide
 
 TILES = {1: 64, 2: 8, 3: 4}
 """Queries of a tile along each dim, by the number of spatial dims."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import fshard as fs
 from fshard import P
@@ -51,7 +54,7 @@ def test_one_launch_in_each_pass(name: str, sizes: tuple[int, ...]) -> None:
         outputs = call(leaf)
         first = outputs if isinstance(outputs, fs.Sharded) else outputs[0]
         torch.autograd.backward(first.local, [torch.randn_like(y) for y in first.local])
-    assert log.forward.counts == {("all_reduce", "h"): 1}
+    assert log.forward.counts.total() == 1
     assert log.backward.counts.total() <= 1
 
 
@@ -66,24 +69,63 @@ def test_values_and_gradients_to_second_order(name: str, sizes: tuple[int, ...])
     )
 
 
-@pytest.mark.parametrize("offset", [0.0, 1.0, 1e3])
+@settings(max_examples=40, deadline=None)
+@given(
+    exponent=st.integers(0, 23),
+    cuts=st.lists(st.integers(0, 999), min_size=2, max_size=2),
+    drift=st.sampled_from([0, 1]),
+    is_double=st.booleans(),
+    seed=st.integers(0, 9),
+)
+def test_moments_are_as_precise_as_on_one_device(
+    exponent: int, cuts: list[int], drift: int, is_double: bool, seed: int
+) -> None:
+    """The ratio of mean and deviation is up to 1e7, in shards of any sizes."""
+    dtype = torch.float64 if is_double else torch.float32
+    generator, (a, b) = torch.Generator().manual_seed(seed), sorted(cuts)
+    bits = 20 if is_double else 0  # so that the values are exact
+    noise = torch.randint(-(1 << bits), (1 << bits) + 1, (999, 2), generator=generator) / 2**bits
+    values = (noise + drift * (torch.arange(999) // 333)[:, None]).double()
+    x = (values + 2.0**exponent).to(dtype)
+    pair = pair_of(x, 0, (a, b - a, 999 - b))
+    results = partitioned(lambda x: torch.var_mean(x, 0), pair)(pair)
+    dense, exact = torch.var_mean(x, 0), torch.var_mean(values, 0)
+    roundings = torch.finfo(dtype).eps * 2.0**exponent
+    for result, one, right, scale in zip(results, dense, exact, (2, 1), strict=True):
+        shift = 2.0**exponent if scale == 1 else 0.0
+        error = ((fs.unshard(result) - shift).double() - right).abs().max()
+        bound = ((one - shift).double() - right).abs().max()
+        assert error <= 10 * max(bound, roundings)
+
+
+@pytest.mark.parametrize("offset", [0.0, 2.0**10, 2.0**20])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", NORMS)
-def test_values_are_as_precise_as_on_one_device(
+def test_values_and_gradients_are_as_precise_as_on_one_device(
     name: str, dtype: torch.dtype, offset: float
 ) -> None:
-    """Sums of squares in `dtype` would lose all digits where the mean exceeds the deviation."""
+    """Sums of squares would lose all digits where the mean exceeds the deviation."""
     norm, shape, dim = NORMS[name]
     generator = torch.Generator().manual_seed(2)
-    values = (torch.randn(shape, generator=generator, dtype=torch.float64) + offset).to(dtype)
-    x = pair_of(values, dim, (15, 9, 0))
-    calls = (partitioned(norm, x)(x), norm(values), norm(values.double()))
-    results = [call if isinstance(call, tuple) else (call,) for call in calls]
-    for result, dense, reference in zip(*results, strict=True):
-        error = (fs.unshard(result).double() - reference).abs().max()
-        bound = (dense.double() - reference).abs().max()
-        rounding = torch.finfo(dtype).eps * (offset + 16 * reference.abs().max())
-        assert error <= 4 * bound + rounding + 2e-15 * offset**2
+    noise = torch.randint(-16, 17, shape, generator=generator, dtype=torch.float64) / 4
+    x = (noise + offset).to(dtype)
+    reference = x.double() if name == "rms_norm" else x.double() - offset
+
+    def outcome(fn: Callable[..., Any], x: torch.Tensor) -> list[torch.Tensor]:
+        leaf = x.detach().requires_grad_()
+        outputs = fn(leaf)
+        first = outputs[0] if isinstance(outputs, tuple) else outputs
+        cotangent = torch.linspace(-3, 2, first.numel(), dtype=x.dtype).sin().view_as(first)
+        return [first.detach(), *torch.autograd.grad(first, leaf, cotangent)]
+
+    part = fs.partition(norm, mesh=MESH, in_specs=pair_of(x, dim, (15, 9, 0)).spec, topology=SLOW)
+    for value, dense, right in zip(
+        outcome(part, x), outcome(norm, x), outcome(norm, reference), strict=True
+    ):
+        error = (value.double() - right).abs().max()
+        bound = (dense.double() - right).abs().max()
+        rounding = torch.finfo(dtype).eps * max(offset, 1.0) * right.abs().max()
+        assert error <= 10 * max(bound, rounding)
 
 
 def test_variance_of_doubles_is_exact_for_large_means() -> None:
@@ -91,3 +133,40 @@ def test_variance_of_doubles_is_exact_for_large_means() -> None:
     x = pair_of(values, 0, (4, 4, 4))
     result = partitioned(torch.var, x)(x)
     torch.testing.assert_close(fs.unshard(result), torch.var(values), rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("sizes", [(1, 5, 0), (2, 2, 2)], ids=str)
+def test_values_that_are_not_finite(value: float, sizes: tuple[int, ...]) -> None:
+    values = torch.tensor([[1.0, 3.0, 2.0, 4.0, 5.0, 9.0], [1.0, 3.0, value, 4.0, 5.0, 9.0]]).T
+    x = pair_of(values, 0, sizes)
+    call = partitioned(lambda x: torch.var_mean(x, 0), x)
+    torch.testing.assert_close(
+        tuple(map(fs.unshard, call(x))), torch.var_mean(values, 0), equal_nan=True
+    )
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_the_backward_pass_keeps_only_values_and_statistics(name: str) -> None:
+    norm, shape, dim = NORMS[name]
+    shape = tuple(8 * size if i == dim else size for i, size in enumerate(shape))
+    shape = (16, 192) if len(shape) == 2 and dim else shape
+    if name.startswith("layer_norm") or name == "rms_norm":
+        norm = {"rms_norm": F.rms_norm}.get(name, F.layer_norm)
+        norm = functools.partial(norm, normalized_shape=shape[1:])
+    x = torch.randn(shape, requires_grad=True)
+    part = fs.partition(norm, mesh=MESH, in_specs=P(*(None,) * dim, "h"), topology=SLOW)
+    call = part.trace(x)
+    assert "all_gather" not in str(call.explain()) or name in ("var", "std_mean")
+    assert call.saved_bytes().total <= x.nbytes / MESH.size / 4  # beside the argument
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_tangents(name: str) -> None:
+    norm, shape, dim = NORMS[name]
+    generator = torch.Generator().manual_seed(3)
+    x, t = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
+    spec = pair_of(x, dim, (15, 9, 0)).spec
+    part = fs.partition(norm, mesh=MESH, in_specs=spec, topology=SLOW)
+    results = [torch.func.jvp(f, (x,), (t,)) for f in (part, norm)]
+    torch.testing.assert_close(*results, rtol=1e-10, atol=1e-10)
