@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any, cast
@@ -12,7 +13,7 @@ import torch
 
 from fshard._torch.fake_tensors import FakeTensorMode
 from fshard._util.cache import CACHE_SIZE
-from fshard._util.errors import Problem, did_you_mean, fail, raise_if
+from fshard._util.errors import Problem, ShardingError, did_you_mean, fail, raise_if
 from fshard.layout.mesh import Mesh, as_mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.sharded import Sharded
@@ -279,13 +280,37 @@ def tree_shard(tree: Any, specs: Any, /, *, mesh: Mesh | None = None) -> Any:
     if owner is None and any(isinstance(layout, PartitionSpec) for layout in layouts):
         fail(where, "a P without a mesh", "the mesh of every P must be given",
              "mesh=fs.Mesh(dp=2, tp=4)")  # fmt: skip
-    return unflatten(treedef, [
-        shard(leaf, layout) if isinstance(layout, Spec)
-        else shard(leaf, cast(Mesh, owner), layout) if isinstance(leaf, torch.Tensor) and layout
-        is not None
-        else leaf
-        for leaf, layout in zip(leaves, layouts, strict=True)
-    ])  # fmt: skip
+
+    def place(leaf: Any, layout: Any) -> Any:
+        if isinstance(layout, Spec):
+            return shard(leaf, layout)
+        is_placed = isinstance(leaf, torch.Tensor) and layout is not None
+        return shard(leaf, cast(Mesh, owner), layout) if is_placed else leaf
+
+    return unflatten(treedef, by_leaf(where, tree, place, leaves, layouts))
+
+
+def by_leaf(where: str, tree: Any, function: Callable[..., Any], *columns: Sequence[Any]) -> Any:
+    """Return the results of a function of every leaf; one error has the problems of all, by name.
+
+    Args:
+        where: the caller, for the error.
+        tree: tree whose leaves the function is called for.
+        function: function without effects of an item of each column.
+        columns: items by leaf.
+    """
+    with suppress(ShardingError):
+        return [*map(function, *columns)]
+    problems = []
+    for name, *items in zip(leaf_names(tree), *columns, strict=True):
+        try:
+            function(*items)
+        except ShardingError as error:
+            prefix = f"{name}: " if name else ""
+            problems += [Problem(f"{prefix}{problem.given}", problem.rule, problem.fix)
+                         for problem in error.problems]  # fmt: skip
+    raise_if(where, problems)
+    return [*map(function, *columns)]  # which raises
 
 
 def tree_unshard(tree: Any, /) -> Any:
@@ -336,17 +361,17 @@ def tree_reshard(tree: Any, specs: Any, /, **options: Any) -> Any:
     mesh = next((leaf.mesh for leaf in leaves if isinstance(leaf, Sharded)), None)
     specs = read_placements(specs, mesh)
     layouts = broadcast_prefix(specs, tree, "specs", "fs.state.tree_reshard")
-    indices = [
-        i for i, (leaf, layout) in enumerate(zip(leaves, layouts, strict=True))
-        if isinstance(leaf, Sharded) and layout is not None
-    ]  # fmt: skip
-    targets = [
-        layouts[i] if isinstance(layouts[i], Spec)
-        else leaves[i].spec.replace(partition=layouts[i], uneven="chunk")
-        for i in indices
-    ]  # fmt: skip
-    for i, pair in zip(indices, reshard_pairs([leaves[i] for i in indices], targets, **options),
-                       strict=True):  # fmt: skip
+
+    def target_of(leaf: Any, layout: Any) -> Spec | None:
+        if not isinstance(leaf, Sharded) or layout is None:
+            return None
+        is_spec = isinstance(layout, Spec)
+        return layout if is_spec else leaf.spec.replace(partition=layout, uneven="chunk")
+
+    targets = by_leaf("fs.state.tree_reshard", tree, target_of, leaves, layouts)
+    indices = [i for i, target in enumerate(targets) if target is not None]
+    moved = [leaves[i] for i in indices], [targets[i] for i in indices]
+    for i, pair in zip(indices, reshard_pairs(*moved, **options), strict=True):
         leaves[i] = pair
     return unflatten(treedef, leaves)
 

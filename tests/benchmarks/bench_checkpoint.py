@@ -1,9 +1,12 @@
 """Bandwidth and memory of checkpoints, beside PyTorch's own.
 
-`python -m tests.benchmarks.bench_checkpoint [--megabytes 512] [--rounds 3]` saves and loads a state
-of matrices by `fs.state`, `torch.save` and `torch.distributed.checkpoint`, in turn, and prints the
-best bandwidths. `fs.state` and `dcp` write to the disk, `torch.save` to the cache of the OS, and
-beside it with a sync. Loads read that cache; `fs.state` alone compares checksums. `--slices` saves
+`python -m tests.benchmarks.bench_checkpoint [--megabytes 512] [--rounds 5] [--directory /dev/shm]`
+saves and loads a state of matrices by `fs.state`, `torch.save` and `torch.distributed.checkpoint`,
+in turn, and prints the best bandwidths, and the median over the rounds of the time beside that of
+`torch.save, synced` or `torch.load`, with quartiles. `fs.state` and `dcp` write to the disk,
+`torch.save` to the cache of the OS, and beside it with a sync. Loads read that cache; `fs.state`
+alone compares checksums, with and without. `--directory` is where files are written: one in
+memory, as `/dev/shm`, leaves out the disk. `--slices` saves
 the state and loads one eighth of each matrix in another process, for each rank and sharded by rows
 and by columns, and prints by how much the memory of these processes grows at most (Linux only).
 """
@@ -12,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -59,23 +63,27 @@ def contenders(tree: dict[str, torch.Tensor], root: Path) -> dict[str, Callable[
         "save torch.save, synced": save_synced,
         "save dcp": lambda: dcp.save(tree, checkpoint_id=root / "dcp", no_dist=True),
         "load fs.state": lambda: fs.state.load(root / "fshard", P("x"), mesh=mesh),
+        "load fs.state, no checksums": lambda: fs.state.load(
+            root / "fshard", P("x"), mesh=mesh, checksums=False),
         "load fs.state, unsharded": lambda: fs.state.load(root / "fshard"),
+        "load fs.state, unsharded, no checksums": lambda: fs.state.load(
+            root / "fshard", checksums=False),
         "load torch.load": lambda: torch.load(file),
         "load dcp": load_dcp,
-    }
+    }  # fmt: skip
 
 
-def bandwidths(megabytes: int, rounds: int) -> dict[str, float]:
-    """Return the best MB/s of every contender; all run in every round."""
-    best: dict[str, float] = {}
-    with tempfile.TemporaryDirectory() as directory:
+def measured(megabytes: int, rounds: int, parent: str | None) -> dict[str, list[float]]:
+    """Return the seconds of every contender in every round; all run in each."""
+    times: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory(dir=parent) as directory:
         runs = contenders(state(megabytes), Path(directory))
         for _ in range(rounds):
             for name, run in runs.items():
                 start = time.perf_counter()
                 run()
-                best[name] = max(best.get(name, 0), megabytes / (time.perf_counter() - start))
-    return best
+                times.setdefault(name, []).append(time.perf_counter() - start)
+    return times
 
 
 LOAD = """
@@ -127,7 +135,8 @@ def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megabytes", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--directory", help="where files are written; the default is temporary")
     parser.add_argument("--slices", action="store_true")
     options = parser.parse_args()
     console = Console()
@@ -136,9 +145,15 @@ def main() -> None:
             mib, grown_mib = held / 2**20, grown / 2**20
             console.print(f"{name} of {mib:,.0f} MiB, memory grew by {grown_mib:,.0f} MiB")
         return
-    table = Table("contender", "MB/s", title=f"{options.megabytes} MB in {MATRICES} matrices")
-    for name, rate in bandwidths(options.megabytes, options.rounds).items():
-        table.add_row(name, f"{rate:,.0f}")
+    title = f"{options.megabytes} MB in {MATRICES} matrices"
+    table = Table("contender", "MB/s", "time over torch", title=title)
+    times = measured(options.megabytes, options.rounds, options.directory)
+    for name, seconds in times.items():
+        peer = times["save torch.save, synced" if name.startswith("save") else "load torch.load"]
+        ratios = [a / b for a, b in zip(seconds, peer, strict=True)]
+        low, ratio, high = statistics.quantiles(ratios, n=4)
+        table.add_row(name, f"{options.megabytes / min(seconds):,.0f}",
+                      f"{ratio:.2f} ({low:.2f} to {high:.2f})")  # fmt: skip
     console.print(table)
 
 

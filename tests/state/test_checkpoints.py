@@ -486,3 +486,22 @@ def test_files_of_hugging_face_load_by_slices(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(evil))
     with pytest.raises(fs.ShardingError, match="must be a name in the directory"):
         fs.state.load(tmp_path)
+
+
+def test_checksums_are_compared_unless_told_not_to(tmp_path: Path) -> None:
+    fs.state.save(tmp_path, {"w": torch.ones(64)})
+    (file,) = tmp_path.glob("*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(fs.ShardingError, match="the checksum of w must be"):
+        fs.state.load(tmp_path)
+    loaded = fs.state.load(tmp_path, checksums=False)["w"]
+    assert torch.equal(loaded[:-1], torch.ones(63))
+    assert loaded[-1] != 1
+
+
+def test_a_layout_that_does_not_fit_names_its_leaf(tmp_path: Path) -> None:
+    fs.state.save(tmp_path, {"w": torch.ones(4), "step": torch.tensor(1)})
+    with pytest.raises(fs.ShardingError, match=r"given: step: P\('x'\) with 1 entries"):
+        fs.state.load(tmp_path, P("x"), mesh=Mesh(x=2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -226,3 +227,20 @@ def test_locals_on_devices_without_a_backend_are_refused() -> None:
     transport: Any = NoBackend()
     with as_rank(transport), pytest.raises(fs.ShardingError, match="on rank 0 a local on cpu"):
         fs.state.tree_reshard([fs.Sharded(torch.ones(2), spec)], P("x"))
+
+
+LEAVES = {"w": torch.ones(4), "deep": {"step": torch.tensor(1.0)}}
+BY_LEAF: dict[str, Callable[[], Any]] = {
+    "fs.state.tree_shard": lambda: fs.state.tree_shard(LEAVES, P("x"), mesh=Mesh(x=2)),
+    "fs.state.tree_reshard": lambda: fs.state.tree_reshard(
+        fs.state.tree_shard(LEAVES, P(), mesh=Mesh(x=2)), P("x")),
+    "fs.state.sgd.init": lambda: fs.state.sgd(1, specs=P("x")).init(
+        fs.state.tree_shard(LEAVES, P(), mesh=Mesh(x=2))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("where", BY_LEAF)
+def test_a_layout_that_does_not_fit_names_its_leaf(where: str) -> None:
+    text = rf"{re.escape(where)}\n  given: deep.step: P\('x'\) with 1 entries for shape \(\)"
+    with pytest.raises(fs.ShardingError, match=text):
+        BY_LEAF[where]()

@@ -25,7 +25,11 @@ from fshard.state.checkpoints.shard_files import DTYPES, checksum, memory_of, sa
 Ranges = Sequence[tuple[int, int]]
 """First and last index, exclusive, in each dim of a tensor in a file."""
 MAX_GAP = 2**13
-"""Bytes between two parts of a box up to which both are read at once: fewer calls cost less."""
+"""Bytes between two parts of a box up to which both are read at once.
+
+Two pages of memory: a disk and the cache of the OS read most of these bytes anyway. In 8 columns of
+1024 values of float32, 72 ms in the place of 464 ms for 128 MiB of which 16 are a rank's.
+"""
 MAX_STAGED = 2**22
 """Bytes of a file that are read at once to be copied from."""
 MAX_OPEN = 64
@@ -54,10 +58,13 @@ class ShardReader:
 
     Checksums are computed by other threads while other values are read; the end of the `with`
     block waits for them.
+
+    Attributes:
+        compares: False to compute no checksums.
     """
 
     def __init__(self, directory: Path, where: str) -> None:
-        self.directory, self.where = directory, where
+        self.directory, self.where, self.compares = directory, where, True
         self.headers: dict[str, dict[str, FileTensor]] = {}
         self.open: dict[str, FileIO] = {}
         self.unchecked: deque[tuple[Future[int], int, StoredShard, str]] = deque()
@@ -116,8 +123,10 @@ class ShardReader:
         if not shape:
             shape, box, target = [1], [(0, 1)], target.view(1)
         file = self._file(shard.file)
-        is_checked = shard.crc32 is not None and all(
-            (low, high) == (0, n) for (low, high), n in zip(box, shape, strict=True)
+        is_checked = (
+            self.compares
+            and shard.crc32 is not None
+            and all((low, high) == (0, n) for (low, high), n in zip(box, shape, strict=True))
         )
         if is_checked and target.is_contiguous():
             _fill(file, begin, target, self.where)

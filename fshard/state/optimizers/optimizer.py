@@ -30,7 +30,7 @@ from fshard.layout.tree import (
 from fshard.run.global_tensors import shard
 from fshard.state.factories import zeros
 from fshard.state.local_updates import map_locals
-from fshard.state.parameters import reshard_pairs
+from fshard.state.parameters import by_leaf, reshard_pairs
 
 Rate = float | Callable[[int], float]
 """Learning rate, or a function of the number of the step, from 1, to it."""
@@ -142,13 +142,17 @@ class Optimizer:
         layouts = broadcast_prefix(
             read_placements(self.specs, specs[0].mesh), params, "specs", where
         )
-        return [
-            invariant_spec(spec) if layout is None
-            else _chunked(spec, layout) if isinstance(layout, PartitionSpec)
-            else layout if isinstance(layout, Spec)
-            else spec.replace(partition=layout)  # refused
-            for spec, layout in zip(specs, layouts, strict=True)
-        ]  # fmt: skip
+
+        def layout_of(spec: Spec, layout: Any) -> Spec:
+            if isinstance(layout, PartitionSpec):
+                return _chunked(spec, layout)
+            if layout is None:
+                return invariant_spec(spec)
+            # Anything else is refused.
+            return layout if isinstance(layout, Spec) else spec.replace(partition=layout)
+
+        resolved: list[Spec] = by_leaf(where, params, layout_of, specs, layouts)
+        return resolved
 
 
 _P = PartitionSpec()

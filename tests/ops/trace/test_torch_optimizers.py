@@ -184,3 +184,35 @@ def test_capturable_requires_an_accelerator_as_on_one_device(create: Any) -> Non
         run(torch.ones(4))
     with pytest.raises(fs.ShardingError, match="capturable=True"), torch.no_grad():
         fs.partition(run, mesh=MESH)(torch.ones(4))
+
+
+def test_schedulers_and_averages_of_plain_locals() -> None:
+    """A learning rate schedule and an exponential average of weights, on every rank."""
+    params, grads = values(0, SHAPES), values(1, SHAPES)
+
+    def train(params: Tensors, grads: Tensors) -> Tensors:
+        params = [x.clone() for x in params]
+        averages = [x.clone() for x in params]
+        optimizer = optim.AdamW(params, lr=0.1)
+        schedule = optim.lr_scheduler.SequentialLR(optimizer, [
+            optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2),
+            optim.lr_scheduler.CosineAnnealingLR(optimizer, 3)], [2])  # fmt: skip
+        average = optim.swa_utils.get_ema_multi_avg_fn(0.9)
+        for number in range(4):
+            for param, grad in zip(params, grads, strict=True):
+                param.grad = grad * (number - 1)
+            optimizer.step()
+            schedule.step()
+            average(averages, params, number)
+        return averages
+
+    pairs, gradients = (
+        fs.state.tree_shard(tree, [*LAYOUTS], mesh=MESH) for tree in (params, grads)
+    )
+    ranks = [
+        train([pair.local[rank] for pair in pairs], [pair.local[rank] for pair in gradients])
+        for rank in range(MESH.size)
+    ]
+    for i, expected in enumerate(train(params, grads)):
+        averaged = fs.Sharded(tuple(tensors[i] for tensors in ranks), pairs[i].spec)
+        torch.testing.assert_close(fs.unshard(averaged), expected, rtol=1e-12, atol=1e-12)
