@@ -159,7 +159,8 @@ def auto(
             comes before patterns, and the first of several patterns counts.
         out_specs: layouts of the results, as of `fs.partition`; None leaves them as they come out.
         overlap: the step is one in which collectives of arguments and of their gradients run beside
-            the computation, as with buckets; by default nothing overlaps.
+            the computation, as with buckets, and products beside the gathers and reductions around
+            them (`overlap` of `fs.partition`); by default nothing overlaps.
         seconds: time after which the best choice so far is taken.
 
     Returns:

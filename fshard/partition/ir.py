@@ -175,14 +175,19 @@ class RegionCall:
     """Call of a mapped function on locals; its gradient is that of the function's body.
 
     `grads` says for every operand if its gradient is requested; None if nothing is differentiated.
-    `flops` are the floating-point operations of a rank forward, 0 if they are unknown.
+    `products` are the operations that it stands for, in `steps` equal parts. A part reads and
+    writes `step_bytes`, and collectives run beside all parts but one. The work of other functions
+    is unknown. `place` is a source line.
     """
 
     out: int
     region: MappedRegion
     operands: tuple[Ref, ...]
     grads: tuple[bool, ...] | None
-    flops: float = 0.0
+    products: tuple[Strategy, ...] = ()
+    steps: int = 1
+    step_bytes: int = 0
+    place: str = ""
 
     @property
     def forward(self) -> tuple[RecordedCollective, ...]:

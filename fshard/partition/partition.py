@@ -70,6 +70,7 @@ class Partition:
         remat: the policy by which the backward pass recomputes values, None for none.
         module: the module that `fn` calls, None for a function.
         memory: bytes that a rank may hold over a step, None for no limit.
+        overlap: True if products may run beside collectives, a block at a time.
 
     >>> import torch
     >>> import fshard as fs
@@ -97,12 +98,13 @@ class Partition:
         remat: Remat = None,
         replicate: tuple[str, ...] = (),
         memory: int | None = None,
+        overlap: bool = True,
         roles: Mapping[str, RoleHint] | None = None,
     ) -> None:
         self.fn, self.mesh, self.in_specs, self.out_specs = (fn, mesh, in_specs, out_specs)
         self.params, self.refuse_writes, self.module = params, refuse_writes, module
         self.hold, self.remat, self.replicate, self.memory = hold, remat, replicate, memory
-        self._roles = {**(roles or {})}
+        self.overlap, self._roles = overlap, {**(roles or {})}
         self.where = where or f"fs.partition({name_of(fn)})"
         self.topology = as_topology("fs.partition", topology, meshes=(mesh,))
         self._calls: dict[Any, NumberVariants] = BoundedDict()
@@ -114,7 +116,7 @@ class Partition:
         module = self.module
         fn = arguments.importable(self.fn, self.where) if module is None else module
         names = ("mesh", "in_specs", "out_specs", "params", "topology", "hold", "remat",
-                 "replicate", "memory")  # fmt: skip
+                 "replicate", "memory", "overlap")  # fmt: skip
         return _rebuild, (fn, {name: getattr(self, name) for name in names}, self._roles)
 
     @run_uncompiled
@@ -325,7 +327,7 @@ class Partition:
             number_types, [hold] * params,
             tuple(axis for axis in self.mesh.axes if axis not in self.replicate),
             0 if self.params is None else params, self._roles, self.mesh, self.topology,
-            self.where)  # fmt: skip
+            self.where, overlap=self.overlap)  # fmt: skip
         targets = {assignment.inputs[index] for index in traced.written}
         copy_aliased_results(assignment, outputs, count, targets)
         for index, value in zip(traced.written, outputs[count:], strict=True):
@@ -359,6 +361,7 @@ def partition(
     remat: Remat = None,
     replicate: str | Sequence[str] = (),
     memory: int | None = None,
+    overlap: bool = True,
 ) -> Partition:
     """Transform a function of one device into a local program with explicit collectives.
 
@@ -422,6 +425,10 @@ def partition(
             an optimizer. If a plan exceeds it, parameters are gathered again in the backward pass,
             or stay sharded where they are used, or all but products is recomputed, or all between
             checkpoints; `explain()` says which. A `remat` that is given is kept.
+        overlap: run products a block at a time while their operand is gathered, or their sums are
+            scattered (collective matmul, as `fs.all_gather_matmul`), where that is modelled as
+            faster: large products on machines that compute while they communicate. False waits for
+            the collectives. Layouts and values are the same.
 
     Returns:
         A `Partition`: called with pairs it returns pairs, with global tensors global tensors. It is
@@ -472,7 +479,7 @@ def partition(
     check_memory(memory, "fs.partition")
     in_specs, out_specs, params = (read_placements(x, mesh) for x in (in_specs, out_specs, params))
     return Partition(run, mesh, in_specs, out_specs, params, topology, module=source, hold=axes,
-                     remat=remat, replicate=repeated, memory=memory)  # fmt: skip
+                     remat=remat, replicate=repeated, memory=memory, overlap=overlap)  # fmt: skip
 
 
 def _rebuild(

@@ -81,7 +81,7 @@ def step_times(
             differentiated.add(getattr(line, "out", -1))
         if isinstance(line, Operation):
             passes = FORWARD_AND_BACKWARD if line.out in differentiated else 1
-            compute += passes * _local_compute_time(line.strategy, mesh, topology)
+            compute += passes * local_compute_time(line.strategy, mesh, topology)
         elif isinstance(line, RegionCall):
             compute += region_time(line, topology)
             continue
@@ -103,21 +103,23 @@ def _is_constant(strategy: Strategy) -> bool:
 
 
 def region_time(line: RegionCall, topology: Topology) -> float:
-    """Return the seconds of a mapped function: its collectives, and the work that hides them.
+    """Return the seconds of a mapped function: its products, and the collectives beside them.
 
-    The work of a function that is not a strategy of an operation is unknown, and counts as none.
+    Backward, one of a product's two gradients is computed in parts, too. The work of a function
+    that is not a product in parts is unknown, and counts as none.
     """
-    rate = topology.flops_per_second(line.region.in_specs[0].dtype)
-    total = 0.0
-    for plans, share in ((forward_plans(line), 1), (backward_plans(line), 2)):
-        if plans:
-            sent = sum(plan.cost(topology).time for plan in plans)
-            total += max(sent, share * line.flops / rate)
+    mesh = line.region.in_specs[0].mesh
+    once = sum(local_compute_time(product, mesh, topology) for product in line.products)
+    parts = max(once, line.steps * line.step_bytes / topology.memory)
+    total = 0.0 if line.grads is None else once
+    for plans in (forward_plans(line), backward_plans(line))[: 1 if line.grads is None else 2]:
+        sent = sum(plan.cost(topology).time for plan in plans)
+        total += sent + parts - topology.overlap * min(sent, parts * (1 - 1 / line.steps))
     return total
 
 
 @lru_cache(maxsize=CACHE_SIZE)
-def _local_compute_time(strategy: Strategy, mesh: Mesh, topology: Topology) -> float:
+def local_compute_time(strategy: Strategy, mesh: Mesh, topology: Topology) -> float:
     """Return the seconds that a rank computes for one operation."""
     sizes = factor_sizes(strategy.rule, strategy.call)
     time = compute_time(topology, strategy.rule, strategy.call, sizes)

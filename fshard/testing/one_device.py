@@ -110,15 +110,17 @@ def _derivatives(
 def _gradients(outputs: Tensors, inputs: Tensors, *, create_graph: bool) -> Tensors:
     """Return the gradients of the scalar product of outputs with random tensors; zeros for None."""
     generator = torch.Generator().manual_seed(0)
-    outputs = [output for output in outputs if output.requires_grad]
-    cotangents = [
-        torch.randn(output.shape, generator=generator, dtype=output.dtype).to(output.device)
-        for output in outputs
-    ]
-    if not outputs or not inputs:
+    pairs = []
+    for y in outputs:
+        # One that depends on no argument may require grad on one side alone: each has its own.
+        if is_inexact(y):
+            random = torch.randn(y.shape, generator=generator, dtype=y.dtype)
+            pairs += [(y, random.to(y.device))] if y.requires_grad else []
+    if not pairs or not inputs:
         return [torch.zeros_like(value) for value in inputs]
+    differentiated, cotangents = zip(*pairs, strict=True)
     gradients = torch.autograd.grad(
-        outputs, inputs, cotangents, create_graph=create_graph, allow_unused=True,
+        differentiated, inputs, cotangents, create_graph=create_graph, allow_unused=True,
         materialize_grads=True,
     )  # fmt: skip
     return list(gradients)

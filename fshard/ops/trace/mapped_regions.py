@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from fshard._torch.fake_tensors import FakeTensor
-from fshard._torch.functorch import is_transformed
+from fshard._torch.functorch import is_transformed, without_transforms
 from fshard._torch.modes import (
     DispatchMode,
     function_modes,
@@ -276,6 +276,7 @@ class ShapeRun:
         """
         with (
             replaced_function_modes(ambient),
+            without_transforms(),
             without_dispatch_modes(),
             torch.random.fork_rng(devices=()),
             unobserved(),

@@ -17,6 +17,7 @@ from fshard.partition.assignment.assign_layouts import LayoutAssigner
 from fshard.partition.assignment.created_tensors import without_unused
 from fshard.partition.assignment.gradient_reductions import place_gradient_reductions
 from fshard.partition.assignment.layout_hints import layout_hints
+from fshard.partition.assignment.overlapped_products import overlap_products
 from fshard.partition.assignment.tensor_versions import (
     Assignment,
     TensorVersions,
@@ -32,7 +33,8 @@ def fastest_assignment(
     graph: fx.GraphModule, inputs: Sequence[tuple[Spec, bool]], signature: CallSignature,
     requested: Sequence[Any], count: int, numbers: Sequence[type],
     hold: Sequence[tuple[str, ...]], kept: tuple[str, ...], params: int,
-    roles: Mapping[str, RoleHint], mesh: Mesh, topology: Topology, where: str,
+    roles: Mapping[str, RoleHint], mesh: Mesh, topology: Topology, where: str, *,
+    overlap: bool,
 ) -> tuple[Assignment, list[Any], list[Spec | None], bool]:  # fmt: skip
     """Assign layouts with and without hints that shard replicated values; return the faster.
 
@@ -53,6 +55,7 @@ def fastest_assignment(
         mesh: the mesh.
         topology: the topology that layouts are costed on.
         where: name of the function in errors.
+        overlap: True to run products beside the gathers and reductions around them.
 
     Returns:
         The lines, the value ids of the results, their specs, and True if one has a gradient.
@@ -75,6 +78,8 @@ def fastest_assignment(
         assignment.lines = keep_gradients_of(lines, sources)
         outputs = place_gradient_reductions(assignment, inputs, outputs, grads[:count],
                                             topology)  # fmt: skip
+        if overlap:
+            overlap_products(assignment, inputs, outputs, grads[:count], topology)
         choices.append((assignment, outputs, specs, bool(sources)))
     if len(choices) == 1:
         return choices[0]

@@ -180,7 +180,8 @@ class ChoiceSearch:
             if self.plans > 1 and (time.monotonic() > deadline or self.is_proven()):
                 return
             compute, arguments = (1.0, 1.0) if share is None else (share, 1 - share)
-            layouts, roles, weight = labels.solve(price=price, compute=compute, arguments=arguments)
+            layouts, roles, weight = labels.solve(price=price, compute=compute, arguments=arguments,
+                                                  overlap=self.overlap)  # fmt: skip
             self.bound = max(self.bound, weight - price * (self.memory or 0))
             self.cost(layouts, roles)
             if self.choices <= MAX_EXHAUSTIVE:
@@ -250,7 +251,7 @@ class ChoiceSearch:
             in_specs = unflatten(self.tree, list(choice))
             part = Partition(self.fn, self.mesh, in_specs, self.out_specs, None, self.topology,
                              self.traces, where=self.traces.where, replicate=self.mesh.axes,
-                             roles=roles)  # fmt: skip
+                             overlap=self.overlap, roles=roles)  # fmt: skip
             call = part.trace(*self.args)
             self.plans += 1
             if roles is None:

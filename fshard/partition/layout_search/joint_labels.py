@@ -34,6 +34,7 @@ from fshard.ops.strategy.axis_roles import Role, factor_sizes, roles_of
 from fshard.ops.trace.functionalize import has_no_gradient
 from fshard.ops.trace.trace import decompose
 from fshard.partition.assignment.layout_hints import call_of_node
+from fshard.partition.assignment.overlapped_products import FACTORS
 from fshard.partition.layout_search.label_graph import ArgumentLeaf
 from fshard.partition.layout_search.role_labels import (
     BY_PARTS,
@@ -127,6 +128,8 @@ class JointLabels:
         self.named: dict[str, tuple[int, list[tuple[Role, ...]]]] = {}
         """The variable and the roles by label of operations, by the names of their nodes."""
         self.labelled: dict[Any, tuple[list[tuple[Role, ...]], torch.Tensor]] = {}
+        self.products: set[int] = set()
+        """Variables of products, which may hide collectives."""
         self.in_decomposition = False
         self.equal = EqualTables()
         self.is_differentiable = _leads_to_result(graph)
@@ -140,6 +143,9 @@ class JointLabels:
         self.run(graph, inputs, results)
         counts = Counter(id(use.value) for use in self.uses)
         self.equal_shares = [1 / counts[id(use.value)] for use in self.uses]
+        self.product_uses = Counter(
+            id(use.value) for use in self.uses if use.variable in self.products
+        )
         self.shares = self.equal_shares
         self.labels: list[int] = []
 
@@ -147,7 +153,7 @@ class JointLabels:
 
     def solve(
         self, *, shared: bool = True, price: float = 0.0, compute: float = 1.0,
-        arguments: float = 1.0, layouts: Sequence[Any] | None = None,
+        arguments: float = 1.0, layouts: Sequence[Any] | None = None, overlap: bool = False,
     ) -> LabelledLayouts:  # fmt: skip
         """Return the labels of least weight.
 
@@ -159,6 +165,7 @@ class JointLabels:
             arguments: factor of the seconds to redistribute arguments.
             layouts: the layouts of the leaves of the arguments, which are then labelled with equal
                 shares; None to choose them.
+            overlap: True if products hide the gathers and reductions around them.
         """
         labelling = Labelling(equal=self.equal)
         for variable, weights in enumerate(self.weights):
@@ -171,7 +178,10 @@ class JointLabels:
             factor = (share if shared else 1.0) * (
                 arguments if use.value.variable in self.local_bytes else 1.0
             )
-            labelling.pair(use.value.variable, use.variable, factor * self.table(use))
+            table = self.table(use)
+            if overlap and not self.products.isdisjoint((use.variable, use.value.variable)):
+                table, factor = self.exposed(use, table), factor * compute
+            labelling.pair(use.value.variable, use.variable, factor * table)
         labels, weight = labelling.solve()
         if shared and layouts is None:
             self.labels = labels
@@ -180,6 +190,20 @@ class JointLabels:
             None if options is None else options[labels[next(chosen)]] for options in self.layouts
         )
         return LabelledLayouts(labelled, self.roles(labels), weight)
+
+    def exposed(self, use: _Use, table: torch.Tensor) -> torch.Tensor:
+        """Return the seconds of a use that the products beside it do not hide.
+
+        A product hides at most its own time; several products of one value hide it together, which
+        no pair of labels shows, so that they are taken to hide all of it.
+        """
+        if use.variable in self.products:
+            if self.product_uses[id(use.value)] > 1:
+                return torch.zeros_like(table)
+            table = table - self.weights[use.variable][None]
+        if use.value.variable in self.products:
+            table = table - self.weights[use.value.variable][:, None]
+        return table.clamp(min=0.0)
 
     def improve_shares(self, rate: float) -> None:
         """Give the uses that take longest in the last labels a larger share of their values.
@@ -379,6 +403,8 @@ class JointLabels:
         time = passes * _least_time(self.topology, rule, call, sizes, decomposes)
         shards = torch.where(rows[:, 0] == 1, torch.tensor(self.axes.sizes), 1).prod(1)
         variable = self.variable(time / shards.double())
+        if call.op in FACTORS:
+            self.products.add(variable)
         if not self.in_decomposition:
             self.named[name] = variable, labels
         tensors = len(call.operands), len(call.results)

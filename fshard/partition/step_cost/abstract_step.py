@@ -224,7 +224,8 @@ def recorded_line(line: Line) -> RecordedLine:
             names = " and ".join(dict.fromkeys(launch.name for launch in launches))
             return RecordedLine(value, f"buffers of {names}" if names else "copies")
         case RegionCall():
-            return RecordedLine(value, line.region.__name__, specs_text(line.region.out_specs))
+            specs = specs_text(line.region.out_specs)
+            return RecordedLine(value, line.region.__name__, specs, line.place)
         case Write():
             return RecordedLine(None, f"write {line.name}")
         case CustomGradient():

@@ -1,7 +1,8 @@
 """Times of a step's record on a machine: two clocks, one of the device and one of its links.
 
 The device runs operations in order. A collective starts when it is launched and those before it
-have ended; it runs beside the computation. The device waits for it where its result is needed.
+have ended; it runs beside the computation, but for the share of its time in which the device is
+busy with it (`Topology.overlap`). The device waits for it where its result is needed.
 """
 
 from __future__ import annotations
@@ -57,8 +58,9 @@ def roofline_of(record: StepRecord, topology: Topology) -> Roofline:
                 flops[entry.dtype] += entry.flops
             case LaunchedCollective():
                 launched[entry.index] = len(events)
-                events.append(_collective_event(entry, topology, max(now, link)))
-                link = events[-1].end
+                event = _collective_event(entry, topology, max(now, link))
+                events.append(replace(event, waited=(1 - topology.overlap) * event.time))
+                link, now = event.end, now + events[-1].waited
             case AwaitedCollective():
                 index = launched[entry.index]
                 waited = max(0.0, events[index].end - now)

@@ -81,3 +81,20 @@ def tpu_fields(
         "flops": tuple((dtype, 1e12 * rate) for dtype, rate in tflops.items()),
         "capacity": capacity * 10**9,
     }
+
+
+def cpu_fields(processes: int) -> dict[str, Any]:
+    """Return the fields of hosts of processes that run gloo, each on a core of its own."""
+    shared = processes if isinstance(processes, int) and processes > 0 else 1  # refused later
+    return {
+        "name": "CPU host",
+        "inner": Link(latency=20e-6, bandwidth=2e9),
+        "outer": Link(latency=50e-6, bandwidth=0.9 * 25e9 / 8 / shared),
+        "node_size": processes,
+        "launch": 50e-6,
+        "memory": 0.8 * 25.6e9,
+        "message": 10e-6,
+        "flops": (("float32", 50e9), ("float64", 25e9)),
+        "kernel": 2e-6,
+        "overlap": 0.0,
+    }

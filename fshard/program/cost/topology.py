@@ -26,7 +26,14 @@ from fshard._util.text import rate_text, time_text
 from fshard.layout.mesh import Axes, Mesh, as_axes, as_mesh
 from fshard.program.cost.link_groups import switch_link, torus_link
 from fshard.program.cost.links import JOIN, Link, Torus, is_number, own_link, slowest
-from fshard.program.cost.machines import INFINIBAND, KERNEL, NVLINK, gpu_fields, tpu_fields
+from fshard.program.cost.machines import (
+    INFINIBAND,
+    KERNEL,
+    NVLINK,
+    cpu_fields,
+    gpu_fields,
+    tpu_fields,
+)
 from fshard.program.cost.topology_files import as_path, read_topology, topology_json
 
 
@@ -57,6 +64,7 @@ class Topology(NotebookView):
             names such as `"bfloat16"`. Other dtypes have the rate of the least of them.
         capacity: Bytes of memory of one device; None is unknown.
         kernel: Seconds to start one operation on a device.
+        overlap: Share of a collective's time in which a device computes on; 0 if cores do both.
 
     Raises:
         ShardingError: If a value is out of range or of another type.
@@ -87,6 +95,7 @@ class Topology(NotebookView):
     flops: tuple[tuple[str, float], ...] = (("bfloat16", 400e12), ("float32", 400e12))
     capacity: int | None = None
     kernel: float = KERNEL
+    overlap: float = 1.0
 
     def __post_init__(self) -> None:
         size = self.node_size
@@ -137,6 +146,9 @@ class Topology(NotebookView):
             problems.append(Problem(
                 f"flops={self.flops!r}", "flops must map names of dtypes to rates above 0",
                 'flops={"bfloat16": 400e12}'))  # fmt: skip
+        if not (is_number(self.overlap) and 0 <= self.overlap <= 1):
+            rule = "overlap must be a share in 0..1"
+            problems.append(Problem(f"overlap={self.overlap!r}", rule, "overlap=1.0"))
         if capacity is not None and (type(capacity) is not int or capacity < 1):
             rule = "capacity must be at least 1 byte, or None"
             problems.append(Problem(f"capacity={capacity!r}", rule, "capacity=80 * 10**9"))
@@ -322,9 +334,9 @@ class Topology(NotebookView):
         """Return hosts that run gloo, over loopback inside and 25 Gb Ethernet between them.
 
         Processes share the Ethernet (IEEE 802.3by), and each has one channel of DDR4-3200 (JEDEC
-        JESD79-4: 25.6 GB/s) and one core, 50 GFLOP/s in float32. Loopback and latencies are the
-        order of magnitude that TCP achieves between two processes on a server; measure with
-        `fs.calibrate` where they matter.
+        JESD79-4: 25.6 GB/s) and one core, 50 GFLOP/s in float32, which also communicates. Loopback
+        and latencies are the order of magnitude that TCP achieves between two processes on a
+        server; measure with `fs.calibrate` where they matter.
 
         Args:
             processes: Processes on a host, at least 1.
@@ -333,18 +345,7 @@ class Topology(NotebookView):
         >>> fs.Topology.cpu_host(4).title
         'CPU host, nodes of 4'
         """
-        shared = processes if isinstance(processes, int) and processes > 0 else 1  # refused below
-        return Topology(
-            "CPU host",
-            inner=Link(latency=20e-6, bandwidth=2e9),
-            outer=Link(latency=50e-6, bandwidth=0.9 * 25e9 / 8 / shared),
-            node_size=processes,
-            launch=50e-6,
-            memory=0.8 * 25.6e9,
-            message=10e-6,
-            flops=(("float32", 50e9), ("float64", 25e9)),
-            kernel=2e-6,
-        )
+        return Topology(**cpu_fields(processes))
 
     # -- text -------------------------------------------------------------------------
 
@@ -367,6 +368,7 @@ class Topology(NotebookView):
             by_rate.setdefault(rate, []).append(name)
         rows += [("compute", f"{rate_text(rate, 'FLOP/s')} in {', '.join(names)}")
                  for rate, names in sorted(by_rate.items())]  # fmt: skip
+        rows += [("overlap", f"{100 * self.overlap:.0f} %")] if self.overlap < 1 else []
         width = max(len(name) for name, _ in rows)
         return "\n".join([self.title, *(f"  {name:<{width}}  {text}" for name, text in rows)])
 

@@ -2,8 +2,8 @@
 
 `all_gather_matmul` multiplies one block of its operand at a time, while the next one arrives: a
 `ring_fold` whose results are blocks. In `matmul_reduce_scatter` partial sums move around the ring
-in the place of blocks; its gradient is a fold over the blocks of the cotangent. Each is the other's
-transpose, and neither ever holds the gathered operand or the sums of all ranks.
+in the place of blocks. Each is the other's transpose: the gradient of a gathered factor is a ring
+of partial sums, that of a scattered product a fold over the blocks of the cotangent.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fshard.run.transports.divergence_report import backward_label
 from fshard.spmd.axis_env import resolve_axes
 from fshard.spmd.collectives.collective_plan import check_dim
 from fshard.spmd.collectives.ring import Ring, ring_index, ring_of, sizes_along
-from fshard.spmd.collectives.ring_fold import fold_on, ring_fold, run_typed
+from fshard.spmd.collectives.ring_fold import Send, fold_on, gradients_of, run_typed
 
 GATHER, SCATTER = "fs.all_gather_matmul", "fs.matmul_reduce_scatter"
 Parts = tuple[int, Tensors, Tensors]
@@ -40,6 +40,7 @@ def all_gather_matmul(
     *,
     axis: int = 0,
     sizes: Sequence[int] | None = None,
+    keep_gathered: bool = True,
     mesh: Mesh | None = None,
 ) -> Any:
     """Multiply the gathered `x` by weights, a block at a time while the next one arrives.
@@ -56,6 +57,8 @@ def all_gather_matmul(
         axis: the dim of `x` that is gathered.
         sizes: its size on each index along the axes, zeros included. If they are left out, and an
             argument of the mapped function is uneven along the axes, the ranks exchange them.
+        keep_gathered: keep the gathered blocks for the gradients of the weights, as a gather does.
+            False sends them again in the backward pass: a rank never holds more than three.
         mesh: the mesh of the axes, outside of a `shard_map`.
 
     Returns:
@@ -64,9 +67,9 @@ def all_gather_matmul(
     Raises:
         ShardingError: shapes that cannot be multiplied, sizes that are not those of the blocks.
 
-    A rank sends n - 1 blocks and holds at most three. Transpose: `matmul_reduce_scatter` with the
-    transposed weight. Backward, blocks are sent again for the weights' gradients, beside those of
-    `x`. After collective matmul (Wang et al., ASPLOS 2023), PyTorch's `fused_all_gather_matmul`.
+    A rank sends n - 1 blocks, and as many of the gradient of `x`. Transpose:
+    `matmul_reduce_scatter` with the transposed weight. After collective matmul (Wang et al., ASPLOS
+    2023), PyTorch's `fused_all_gather_matmul`.
 
     >>> import torch
     >>> import fshard as fs
@@ -84,50 +87,130 @@ def all_gather_matmul(
     _check_factors(GATHER, x, ws)
     dim = check_dim(axis, x.ndim, GATHER, "axis")
     numbers = sizes_along(GATHER, "sizes", sizes, owner, axes, x, x.shape[dim])
-    contracts = dim == x.ndim - 1
-    _check_contracted(GATHER, x, ws, sum(numbers) if contracts else x.shape[-1])
-    operands: tuple[Any, ...] = ws
-    if contracts:
-        operands = tuple(w.split(numbers) for w in ws)
-    product = _GatheredProduct(contracts, x.requires_grad)
-    joined, added = ring_fold(
-        _zeros(x, ws, numbers, dim, contracts), product.step, _merge, x, axis_name,
-        operands=operands, pull=product.pull, reads_result=False, dim=dim,
-        sizes=numbers if len({*numbers}) > 1 else None, mesh=mesh,
-    )  # fmt: skip
-    results = added if contracts else tuple(torch.cat(blocks, dim) for blocks in joined)
+    _check_contracted(GATHER, x, ws, sum(numbers) if dim == x.ndim - 1 else x.shape[-1])
+    ring = ring_of(GATHER, owner, axes, (x,), dim, numbers if len({*numbers}) > 1 else None)
+    product = _GatheredProduct(ring, dim, numbers, x.requires_grad)
+    results = run_typed(GATHER, axes, product.saved if keep_gathered else product.run, (x, *ws))
     return results if several else results[0]
 
 
 @dataclass(frozen=True, slots=True)
 class _GatheredProduct:
-    """Products of a block by weights, or by the rows of weights that `contracts` it over."""
+    """Products of blocks by weights; `sizes` are those of the blocks along the gathered dim."""
 
-    contracts: bool
+    ring: Ring
+    dim: int
+    sizes: tuple[int, ...]
     needs_block: bool
+
+    def contracts(self, x: Tensor) -> bool:
+        """Return True if the gathered dim is contracted: each block has rows of the weights."""
+        return self.dim == x.ndim - 1
+
+    def run(self, xs: Tensors) -> Tensors:
+        """Return the products of the first factor's blocks by the weights, the others of `xs`."""
+        return self.folded(xs, self.step)
+
+    def saved(self, xs: Tensors) -> Tensors:
+        """Return the products, after which the blocks are there for the weights' gradients."""
+        needs_blocks = is_differentiated(*xs[1:]) and not is_transformed()
+        if not needs_blocks:
+            return self.run(xs)
+        with labelled(self.ring.label):
+            results: Tensors = _GatherFunction.apply(self, *xs)  # type: ignore[no-untyped-call]
+        return results
+
+    def folded(self, xs: Tensors, step: Callable[..., Parts]) -> Tensors:
+        """Return the products by a fold with a step."""
+        x, *ws = xs
+        shapes = [[*x.shape[:-1], w.shape[1]] for w in ws]
+        if self.contracts(x):
+            zeros = tuple(_no_values(x, shape) for shape in shapes)
+            operands = tuple(w.split(self.sizes) for w in ws)
+            return fold_on(self.ring, ((), zeros), step, _merge, x, operands, self.pull)[1]
+        init: Results = tuple(
+            tuple(_no_values(x, _with_size(shape, self.dim, size)) for size in self.sizes)
+            for shape in shapes
+        ), ()  # fmt: skip
+        joined = fold_on(self.ring, init, step, _merge, x, tuple(ws), self.pull)[0]
+        return tuple(torch.cat(blocks, self.dim) for blocks in joined)
 
     def step(self, block: Tensor, index: int, *weights: Any) -> Parts:
         """Return the products of the block of an index."""
-        parts = tuple(block @ (w[index] if self.contracts else w) for w in weights)
-        return (index, (), parts) if self.contracts else (index, parts, ())
+        if self.contracts(block):
+            return index, (), tuple(block @ rows[index] for rows in weights)
+        return index, tuple(block @ w for w in weights), ()
 
     def pull(
         self, grads: Results, result: None, block: Tensor, index: int, *weights: Any
     ) -> tuple[Tensor | None, tuple[Any, ...]]:
         """Return the gradients of the block of an index, and of the weights."""
-        joined, added = grads
+        contracts, of_weights = self.contracts(block), []
         of_block: Tensor | None = None
-        of_weights = []
         for i, weight in enumerate(weights):
-            g, w = (added[i], weight[index]) if self.contracts else (joined[i][index], weight)
+            g, w = (grads[1][i], weight[index]) if contracts else (grads[0][i][index], weight)
             if self.needs_block:
                 part = g @ w.mH
                 of_block = part if of_block is None else of_block.add_(part)
             of_w: Any = _outer(block, g) if w.requires_grad else None
-            if self.contracts:
+            if contracts:
                 of_w = tuple(of_w if j == index else None for j in range(len(weight)))
             of_weights.append(of_w)
         return of_block, tuple(of_weights)
+
+    def block_gradient(self, grads: Tensors, ws: Tensors, ndim: int) -> Tensor:
+        """Return the gradient of this rank's block, a ring of partial sums."""
+        if self.dim == ndim - 1:
+            pieces = [w.split(self.sizes) for w in ws]
+            part = lambda i: sum(g @ w[i].mH for g, w in zip(grads, pieces, strict=True))  # noqa: E731
+        else:
+            rows = [g.split(self.sizes, self.dim) for g in grads]
+            part = lambda i: sum(g[i] @ w.mH for g, w in zip(rows, ws, strict=True))  # noqa: E731
+        return _reduced(self.ring, part, self.ring.launch)
+
+
+class _GatherFunction(torch.autograd.Function):
+    """Products that keep the gathered blocks; its backward is a ring of partial sums."""
+
+    @staticmethod
+    def forward(ctx: Any, product: _GatheredProduct, *xs: Tensor) -> Tensors:
+        blocks: dict[int, Tensor] = {}
+
+        def step(block: Tensor, index: int, *weights: Any) -> Parts:
+            blocks[index] = block
+            return product.step(block, index, *weights)
+
+        ctx.product, ctx.label = product, backward_label()
+        results = product.folded(tuple(x.detach() for x in xs), step)
+        ctx.save_for_backward(*xs, *(blocks[i] for i in range(product.ring.n)))
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        product, needs = ctx.product, ctx.needs_input_grad[1:]
+        xs, blocks = ctx.saved_tensors[: len(needs)], ctx.saved_tensors[len(needs) :]
+        with backward_phase(ctx.label):
+            if torch.is_grad_enabled():
+                return None, *gradients_of(product.run, xs, needs, grads)
+            of_x = product.block_gradient(grads, xs[1:], xs[0].ndim) if needs[0] else None
+        gathered = torch.cat(blocks, product.dim)
+        of_ws = (_outer(gathered, g) if need else None
+                 for g, need in zip(grads, needs[1:], strict=True))  # fmt: skip
+        return None, of_x, *of_ws
+
+
+def _reduced(ring: Ring, part: Callable[[int], Any], send: Send) -> Tensor:
+    """Return the sum over ranks of their parts for this rank; `part` computes that of an index.
+
+    The sum for an index begins on the rank after it. Each rank adds a part while one arrives.
+    """
+    arriving: Callable[[], Tensors] | None = None
+    for age in range(1, ring.n + 1):
+        block: Tensor = part((ring.index - age) % ring.n)
+        if arriving is not None:
+            block = block + arriving()[0]
+        arriving = send((block,), 1, age) if age < ring.n else None
+    return block
 
 
 def matmul_reduce_scatter(
@@ -177,96 +260,85 @@ def matmul_reduce_scatter(
     dim = check_dim(scatter_dimension, x.ndim, SCATTER, "scatter_dimension")
     shape = [*x.shape[:-1], weight.shape[-1]]
     numbers = _scattered_sizes(sizes, shape[dim], dim, owner.axis_size(axes))
-    of_columns = dim == x.ndim - 1
-    pieces = weight.split(numbers, 1) if of_columns else x.split(numbers, dim)
-
-    def run(xs: Tensors) -> Tensors:
-        shape[dim] = numbers[ring_index(SCATTER, owner, axes, xs)]
-        block = xs[0].new_empty(()).expand(shape)
-        ring = ring_of(SCATTER, owner, axes, (block,), dim, numbers)
-        return _ScatteredProduct(ring, dim, of_columns).run(xs)
-
-    return run_typed(SCATTER, axes, run, (*pieces, x if of_columns else weight))[0]
+    own = numbers[ring_index(SCATTER, owner, axes, (x,))]
+    block = _no_values(x, _with_size(shape, dim, own))
+    ring = ring_of(SCATTER, owner, axes, (block,), dim, numbers if len({*numbers}) > 1 else None)
+    return run_typed(SCATTER, axes, _ScatteredProduct(ring, dim, numbers).run, (x, weight))[0]
 
 
 @dataclass(frozen=True, slots=True)
 class _ScatteredProduct:
-    """Sums over ranks of products of which each rank keeps the block of its index.
+    """Sum over ranks of products of two factors, of which each rank keeps the block of its index.
 
-    Locals are the n pieces of one factor, by index, and the other factor: pieces of columns of the
-    second one, else of rows of the first.
+    `sizes` are those of the blocks along the dim of the product that is split.
     """
 
     ring: Ring
     dim: int
-    of_columns: bool
+    sizes: tuple[int, ...]
 
     def run(self, xs: Tensors) -> Tensors:
         """Return the block of this rank, alone in a tuple."""
         if is_transformed():
-            return self.reduced(xs, lambda block, age: self.ring.send((block,), 1, age))
+            return (self.reduced(xs, self.ring.send),)
         if is_differentiated(*xs):
             with labelled(self.ring.label):
-                result: Tensors = _ScatterFunction.apply(self, *xs)  # type: ignore[no-untyped-call]
-            return result
-        return self.reduced(xs, lambda block, age: self.ring.launch((block,), 1, age))
+                result: Tensor = _ScatterFunction.apply(self, *xs)  # type: ignore[no-untyped-call]
+            return (result,)
+        return (self.reduced(xs, self.ring.launch),)
 
-    def reduced(self, xs: Tensors, send: Callable[[Tensor, int], Callable[[], Tensors]]) -> Tensors:
-        """Return the sum for this rank; the one for an index begins on the rank after it."""
-        n, arriving = self.ring.n, None
-        for age in range(1, n + 1):
-            block = self.product((self.ring.index - age) % n, xs)
-            if arriving is not None:
-                block = block + arriving()[0]
-            arriving = send(block, age) if age < n else None
-        return (block,)
-
-    def product(self, index: int, xs: Tensors) -> Tensor:
-        """Return this rank's part of the block of an index."""
-        piece, other = xs[index], xs[-1]
-        return other @ piece if self.of_columns else piece @ other
+    def reduced(self, xs: Tensors, send: Send) -> Tensor:
+        """Return the sum for this rank."""
+        x, w = xs
+        if self.dim == x.ndim - 1:
+            columns = w.split(self.sizes, 1)
+            return _reduced(self.ring, lambda index: x @ columns[index], send)
+        rows = x.split(self.sizes, self.dim)
+        return _reduced(self.ring, lambda index: rows[index] @ w, send)
 
     def gradients(self, g: Tensor, xs: Tensors, needs: Sequence[bool]) -> list[Tensor | None]:
-        """Return the gradients of the locals, by a fold over the blocks of the cotangent."""
-        pieces, other = xs[:-1], xs[-1]
-        of_pieces, of_other = any(needs[:-1]), needs[-1]
+        """Return the gradients of the factors, by a fold over the blocks of the cotangent.
 
-        def step(g: Tensor, index: int, pieces: Tensors, other: Tensor) -> Parts:
-            first, second = (other, pieces[index]) if self.of_columns else (pieces[index], other)
-            of_first, of_second = (
-                (of_other, of_pieces) if self.of_columns else (of_pieces, of_other)
-            )
-            grads = [g @ second.mH if of_first else None, _outer(first, g) if of_second else None]
-            joined, added = grads[::-1] if self.of_columns else grads
-            return index, _if_any(joined), _if_any(added)
+        The gradient of the factor that is split is computed a block at a time. That of the other is
+        one product with the gathered cotangent.
+        """
+        x, w = xs
+        of_columns = self.dim == x.ndim - 1
+        needs_split, needs_other = needs[::-1] if of_columns else needs
+        shapes = [_with_size(g.shape, self.dim, size) for size in self.sizes]
+        split = [[w.shape[0], n] if of_columns else _with_size(x.shape, self.dim, n)
+                 for n in self.sizes]  # fmt: skip
 
-        init: Results = (
-            (tuple(map(_no_values, pieces)),) if of_pieces else (),
-            (_no_values(other),) if of_other else (),
-        )
-        joined, added = fold_on(self.ring, init, step, _merge, g, (pieces, other))
-        return [*(joined[0] if joined else [None] * len(pieces)), *(added or (None,))]
+        def step(g: Tensor, index: int, x: Tensor, w: Tensor) -> Parts:
+            parts = (_outer(x, g) if of_columns else g @ w.mH,) if needs_split else ()
+            return index, (*parts, g) if needs_other else parts, ()
+
+        init = [split] if needs_split else []
+        init += [shapes] if needs_other else []
+        zeros = tuple(tuple(_no_values(g, shape) for shape in row) for row in init)
+        joined = [*fold_on(self.ring, (zeros, ()), step, _merge, g, xs)[0]]
+        of_split = torch.cat(joined[0], 1 if of_columns else self.dim) if needs_split else None
+        of_other: Tensor | None = None
+        if needs_other:
+            gathered = torch.cat(joined[-1], self.dim)
+            of_other = gathered @ w.mH if of_columns else _outer(x, gathered)
+        return [of_other, of_split] if of_columns else [of_split, of_other]
 
 
 class _ScatterFunction(torch.autograd.Function):
     """Product whose sums move around the ring; its backward is a fold over cotangents."""
 
     @staticmethod
-    def forward(ctx: Any, product: _ScatteredProduct, *xs: Tensor) -> Tensors:
+    def forward(ctx: Any, product: _ScatteredProduct, *xs: Tensor) -> Tensor:
         ctx.product, ctx.label = product, backward_label()
         ctx.save_for_backward(*xs)
-        send = lambda block, age: product.ring.launch((block,), 1, age)  # noqa: E731
-        return product.reduced(tuple(x.detach() for x in xs), send)
+        return product.reduced(tuple(x.detach() for x in xs), product.ring.launch)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         with backward_phase(ctx.label):
             grads = ctx.product.gradients(grad, ctx.saved_tensors, ctx.needs_input_grad[1:])
         return None, *grads
-
-
-def _if_any(x: Tensor | None) -> Tensors:
-    return () if x is None else (x,)
 
 
 def _merge(results: Results, parts: Parts) -> Results:
@@ -284,22 +356,13 @@ def _outer(x: Tensor, g: Tensor) -> Tensor:
     return x.flatten(0, -2).mH @ g.flatten(0, -2)
 
 
-def _no_values(x: Tensor) -> Tensor:
-    """Return zeros of the shape of `x` in the memory of one."""
-    return x.new_zeros(()).expand(x.shape)
+def _no_values(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return zeros of a shape, of the kind of `x`, in the memory of one."""
+    return x.new_zeros(()).expand(*shape)
 
 
-def _zeros(
-    x: Tensor, ws: Sequence[Tensor], sizes: Sequence[int], dim: int, contracts: bool
-) -> Results:
-    """Return the results before the first step, in the memory of one zero each."""
-    shapes = [[*x.shape[:-1], w.shape[1]] for w in ws]
-    if contracts:
-        return (), tuple(x.new_zeros(()).expand(shape) for shape in shapes)
-    return tuple(
-        tuple(x.new_zeros(()).expand(*shape[:dim], n, *shape[dim + 1 :]) for n in sizes)
-        for shape in shapes
-    ), ()
+def _with_size(shape: Sequence[int], dim: int, size: int) -> list[int]:
+    return [*shape[:dim], size, *shape[dim + 1 :]]
 
 
 # -- checks -----------------------------------------------------------------------------------

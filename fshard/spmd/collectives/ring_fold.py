@@ -47,7 +47,6 @@ def ring_fold(
     *,
     operands: tuple[Any, ...] = (),
     pull: Pull | None = None,
-    reads_result: bool = True,
     dim: int = 0,
     sizes: Sequence[int] | None = None,
     mesh: Mesh | None = None,
@@ -71,7 +70,6 @@ def ring_fold(
             of the operands, the latter a tuple; None stands for zeros. `grads` are the cotangents
             of `result`, the fold over all blocks. Without it, `step` and `merge` are
             differentiated, for which the n values between merges are saved.
-        reads_result: False if `pull` does not read `result`: it is None then, and is not saved.
         dim: the dim of the tensors of `blocks` whose sizes differ between ranks.
         sizes: its size on each index along the axes, zeros included. If they are left out, and an
             argument of the mapped function is uneven along the axes, the ranks exchange them.
@@ -109,16 +107,20 @@ def ring_fold(
         found = sizes_along(NAME, "sizes", None, owner, axes, block[0], block[0].shape[dim])
         sizes = found if len({*found}) > 1 else None
     ring = ring_of(NAME, owner, axes, block, dim, sizes)
-    fold, xs = _fold_of(ring, init, step, merge, blocks, operands, pull, reads_result)
+    fold, xs = _fold_of(ring, init, step, merge, blocks, operands, pull, True)
     results = run_typed(NAME, axes, fold.run, xs)
     return unflatten(fold.init_tree, results)  # type: ignore[no-any-return]
 
 
 def fold_on(
-    ring: Ring, init: Acc, step: Step, merge: Merge, blocks: Block, operands: tuple[Any, ...]
-) -> Acc:
-    """Fold over the blocks of a ring, without types; arguments are those of `ring_fold`."""
-    fold, xs = _fold_of(ring, init, step, merge, blocks, operands, None, True)
+    ring: Ring, init: Acc, step: Step, merge: Merge, blocks: Block, operands: tuple[Any, ...],
+    pull: Pull | None = None,
+) -> Acc:  # fmt: skip
+    """Fold over the blocks of a ring, without types.
+
+    Arguments are those of `ring_fold`; `pull` does not read the result, which is not saved.
+    """
+    fold, xs = _fold_of(ring, init, step, merge, blocks, operands, pull, pull is None)
     return unflatten(fold.init_tree, fold.run(xs))  # type: ignore[no-any-return]
 
 
@@ -415,8 +417,17 @@ class _FoldFunction(torch.autograd.Function):
                 blocks = needs[second : second + fold.counts[1]]
                 needed = [i for i, need in enumerate(blocks) if need]
                 return None, *fold.gradients(xs, results, saved, grads, needed)
-            xs = tuple(x.view_as(x) for x in xs)  # one tensor may be several arguments
-            inputs = [x for x, need in zip(xs, needs, strict=True) if need]
-            ys = fold.differentiable(xs)
-            taken = iter(_grads(ys, inputs, grads, create_graph=True))
-        return None, *(next(taken) if need else None for need in needs)
+            return None, *gradients_of(fold.differentiable, xs, needs, grads)
+
+
+def gradients_of(
+    run: Callable[[Tensors], Tensors],
+    xs: Tensors,
+    needs: Sequence[bool],
+    grads: Sequence[torch.Tensor],
+) -> list[torch.Tensor | None]:
+    """Return the gradients of the needed arguments of a function, which are differentiable."""
+    xs = tuple(x.view_as(x) for x in xs)  # one tensor may be several arguments
+    inputs = [x for x, need in zip(xs, needs, strict=True) if need]
+    taken = iter(_grads(run(xs), inputs, grads, create_graph=True))
+    return [next(taken) if need else None for need in needs]

@@ -199,7 +199,7 @@ def test_save_and_load_round_trip(
 
 KEYS = (
     "the keys must be capacity, flops, inner, kernel, launch, links, memory, message, name, "
-    "node_size, outer"
+    "node_size, outer, overlap"
 )
 LINK = "a link must have a latency and a bandwidth"
 

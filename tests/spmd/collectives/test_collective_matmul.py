@@ -37,8 +37,10 @@ def check(body: Any, dense: Any, ins: list[Spec], out: Any, check: Any = "strict
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
 @settings(max_examples=8, deadline=None)
-@given(sizes=SIZES, given_sizes=st.booleans())
-def test_gathered_products_equal_one_device(dim: int, sizes: list[int], given_sizes: bool) -> None:
+@given(sizes=SIZES, given_sizes=st.booleans(), keep=st.booleans())
+def test_gathered_products_equal_one_device(
+    dim: int, sizes: list[int], given_sizes: bool, keep: bool
+) -> None:
     """Gathered batches, rows, and the dim that is contracted; uneven and empty blocks."""
     n = len(sizes)
     mesh, shape = Mesh(i=n), [2, 3, 4]
@@ -50,7 +52,9 @@ def test_gathered_products_equal_one_device(dim: int, sizes: list[int], given_si
     )
 
     def body(x: torch.Tensor, v: torch.Tensor, w: torch.Tensor) -> Any:
-        return fs.all_gather_matmul(x, (v, w), "i", axis=dim, sizes=sizes if given_sizes else None)
+        return fs.all_gather_matmul(
+            x, (v, w), "i", axis=dim, sizes=sizes if given_sizes else None, keep_gathered=keep
+        )
 
     check(body, lambda x, v, w: (x @ v, x @ w), [x, v, w], out)
 
@@ -96,18 +100,19 @@ def test_products_over_two_axes_and_of_complex_numbers(dtype: torch.dtype) -> No
 
 
 def test_blocks_that_move_are_those_of_gathers_and_reductions() -> None:
-    """Forward n - 1 blocks each; backward a gather sends blocks and their gradients."""
+    """Forward and backward n - 1 blocks; again as many if what is gathered is not kept."""
     mesh, n = Mesh(i=4), 4
     x, w = torch.randn(8, 3, requires_grad=True), torch.randn(3, 8, requires_grad=True)
-    gather = fs.shard_map(
-        lambda x, w: fs.all_gather_matmul(x, w, "i"), mesh=mesh,
+    gather, sending = (fs.shard_map(
+        lambda x, w, keep=keep: fs.all_gather_matmul(x, w, "i", keep_gathered=keep), mesh=mesh,
         in_specs=(P("i"), P(None, "i")), out_specs=P(None, "i"),
-    )  # fmt: skip
+    ) for keep in (True, False))  # fmt: skip
     scatter = fs.shard_map(
         lambda y, w: fs.matmul_reduce_scatter(y, w.t(), "i"), mesh=mesh,
         in_specs=(P(None, "i"), P(None, "i")), out_specs=P("i"),
     )  # fmt: skip
-    for run, args, backward in ((gather, (x, w), 2), (scatter, (torch.randn(8, 8), w), 1)):
+    y = torch.randn(8, 8)
+    for run, args, backward in ((gather, (x, w), 1), (sending, (x, w), 2), (scatter, (y, w), 1)):
         with fs.comm_log() as log:
             run(*args).sum().backward()
         block = 2 * 3 * 4
