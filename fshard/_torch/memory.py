@@ -90,6 +90,9 @@ def has_one_owner(x: torch.Tensor) -> bool:
     return _use_count(x.untyped_storage()) <= ONE_OWNER
 
 
+WRITABLE = (torch.Tensor, FakeTensor)
+
+
 def temporaries(gradients: Sequence[torch.Tensor | None], nbytes: int) -> tuple[int, ...]:
     """Return the indices of gradients of at least `nbytes` that nothing but autograd has.
 
@@ -115,8 +118,10 @@ def temporaries(gradients: Sequence[torch.Tensor | None], nbytes: int) -> tuple[
     """
     large = [
         i for i, g in enumerate(gradients)
-        if g is not None and g.nbytes >= nbytes and type(g) is torch.Tensor and g.is_contiguous()
+        if g is not None and g.nbytes >= nbytes and type(g) in WRITABLE and g.is_contiguous()
     ]  # fmt: skip
+    if any(type(gradients[i]) is FakeTensor for i in large):
+        return tuple(large)  # they have no values that others could miss
     if not large or current_dispatch_mode() is not None:
         return ()
     counts = [_references(gradients, i) for i in large]

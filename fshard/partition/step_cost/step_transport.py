@@ -106,7 +106,7 @@ class GlooStepTransport(StepTransport):
     ) -> Finish:
         """Record the collective: of few bytes a swap or an all-to-all, and a sum."""
         n = len(group)
-        swaps = n == 2 and x.nbytes <= GATHER_BYTES
+        swaps = n == 2 and x.nbytes <= (REDUCE_BYTES if owned else GATHER_BYTES)
         if not swaps and n * x.nbytes > REDUCE_BYTES:
             return super().all_reduce(x, reduction, group, owned=owned)
         finish = RecordingTransport.all_reduce(self, x, reduction, group)

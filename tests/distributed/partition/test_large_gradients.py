@@ -90,3 +90,11 @@ def test_given_cotangents_are_not_written() -> None:
     for kept, cotangents, grad in run_ranks(2, gradient_of_given_cotangents):
         assert torch.equal(kept, cotangents)
         assert torch.equal(grad, torch.full(SHAPE, 2.0))
+
+
+def test_a_step_in_which_gradients_are_reduced_in_place_holds_them_once() -> None:
+    spec = lambda p, *shape: fs.Spec(MESH, p, shape=shape)  # noqa: E731
+    part = fs.partition(lambda w, x: F.linear(x, w).square().sum(), mesh=MESH)
+    weights, rows = spec(P(), *SHAPE), spec(P("x"), 4, IN)
+    memory = part.trace(weights, rows).memory()
+    assert memory.peak < 2.1 * weights.local_nbytes(0)
