@@ -67,7 +67,7 @@ def load(
 
     Returns:
         The tree: pairs for leaves with a spec, tensors for the others, and values other than
-        tensors as they were saved. A `Spec` of another dtype casts.
+        tensors as they were saved. A `Spec` of another dtype casts. Tensors require no gradient.
 
     Raises:
         ShardingError: files are missing, cut short, damaged or foreign, names or shapes are not

@@ -111,6 +111,9 @@ class DistributedModule:
 
         Returns:
             A function `fn(params, buffers, *args, **kwargs)` to `(output, new_buffers)`.
+
+        Raises:
+            ShardingError: from the call, if `key` is not a key.
         """
         return partial(self._run, key)
 
@@ -137,6 +140,9 @@ class DistributedModule:
         Args:
             *args: arguments of the module: pairs, tensors (also on the meta device) or specs.
             **kwargs: arguments by name.
+
+        Raises:
+            ShardingError: the module cannot be traced on these arguments.
         """
         state = self.params, self.buffers
         if any(isinstance(x, Spec) for tensors in state for x in tensors.values()):
@@ -218,6 +224,8 @@ def distribute_module(
         ShardingError: lists parameters that no rule matches, rules and styles that are not used,
             dims that do not divide, each with its fix; a meta module whose tensors nothing
             initialises. Single tensors of floating dtypes that nothing writes are NaN.
+
+    A call is differentiable, also by `torch.func`: the gradient of a parameter has its dual layout.
 
     The counterpart of DTensor's `distribute_module` and `parallelize_module`.
 

@@ -55,6 +55,24 @@ class Style:
     inputs: Dims
     outputs: Dims
 
+    def __post_init__(self) -> None:
+        where, problems = f"fs.state.{self.name}", []
+        if len({*self.axes}) != len(self.axes):
+            problems.append(Problem(f"axes {self.axes}", "an axis must be named once",
+                                    repr(tuple(dict.fromkeys(self.axes)))))  # fmt: skip
+        for attribute in ("inputs", "outputs"):
+            dims = getattr(self, attribute)
+            if not isinstance(dims, Mapping):
+                fail(where, f"{dims!r} as dims", "dims must map positions or names to dims",
+                     "{0: None}, for the first tensor replicated")  # fmt: skip
+            object.__setattr__(self, attribute, dict(dims))
+            problems += [
+                Problem(f"the dim {dim!r} of {key!r}", "a dim must be an int or None",
+                        f"{{{key!r}: 0}}")
+                for key, dim in dims.items() if dim is not None and type(dim) is not int
+            ]  # fmt: skip
+        raise_if(where, problems)
+
 
 def colwise(axes: Axes, /, *, output: int | None = -1) -> Style:
     """Return the style of a layer whose outputs are sharded: each rank computes some columns.
@@ -67,6 +85,9 @@ def colwise(axes: Axes, /, *, output: int | None = -1) -> Style:
         The style of `nn.Linear` (weight `P(axes)`, bias `P(axes)`), of `nn.Embedding` and of the
         `Conv1D` of transformers (weight `P(None, axes)`). The argument is replicated along the
         axes.
+
+    Raises:
+        ShardingError: axes are not names, or a dim is not an int.
 
     Megatron-LM's column-parallel layer (arXiv 1909.08053), DTensor's `ColwiseParallel`.
 
@@ -89,6 +110,9 @@ def rowwise(axes: Axes, /, *, output: int | None = None) -> Style:
         argument sharded), of the `Conv1D` of transformers (weight `P(axes)`), and of
         `nn.Embedding` (weight `P(axes)`: the vocabulary is sharded).
 
+    Raises:
+        ShardingError: axes are not names, or a dim is not an int.
+
     Megatron-LM's row-parallel layer (arXiv 1909.08053), DTensor's `RowwiseParallel`.
 
     >>> import fshard as fs
@@ -107,6 +131,9 @@ def sequence(axes: Axes, /, *, dim: int = 1) -> Style:
 
     Returns:
         The style; the layer's parameters are replicated along the axes, and their gradients summed.
+
+    Raises:
+        ShardingError: axes are not names, or a dim is not an int.
 
     Megatron-LM's sequence parallelism (arXiv 2205.05198), DTensor's `SequenceParallel`.
 
@@ -128,13 +155,16 @@ def prepare_input(axes: Axes, /, dims: Dims) -> Style:
     Returns:
         The style; it has no layout for parameters.
 
+    Raises:
+        ShardingError: axes are not names, or a dim is not an int.
+
     DTensor's `PrepareModuleInput`.
 
     >>> import fshard as fs
     >>> fs.state.prepare_input("tp", {"hidden_states": None}).inputs
     {'hidden_states': None}
     """
-    return Style("prepare_input", as_axes(axes, "fs.state.prepare_input"), "", dict(dims), {})
+    return Style("prepare_input", as_axes(axes, "fs.state.prepare_input"), "", dims, {})
 
 
 def prepare_output(axes: Axes, /, dims: Dims) -> Style:
@@ -148,13 +178,16 @@ def prepare_output(axes: Axes, /, dims: Dims) -> Style:
     Returns:
         The style; it has no layout for parameters.
 
+    Raises:
+        ShardingError: axes are not names, or a dim is not an int.
+
     DTensor's `PrepareModuleOutput`.
 
     >>> import fshard as fs
     >>> fs.state.prepare_output("tp", {0: 1}).outputs
     {0: 1}
     """
-    return Style("prepare_output", as_axes(axes, "fs.state.prepare_output"), "", {}, dict(dims))
+    return Style("prepare_output", as_axes(axes, "fs.state.prepare_output"), "", {}, dims)
 
 
 def loss_parallel(axes: Axes, /, *, dim: int = 1) -> Style:
@@ -168,6 +201,9 @@ def loss_parallel(axes: Axes, /, *, dim: int = 1) -> Style:
         The style of a module such as `nn.CrossEntropyLoss`: the targets are replicated, and the
         ranks exchange maxima and sums of each row in the place of logits. A loss that is not a
         module needs no style: logits of a `colwise` layer stay sharded.
+
+    Raises:
+        ShardingError: axes are not names, or a dim is not an int.
 
     DTensor's `loss_parallel`.
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fshard._util.cache import CACHE_SIZE
-from fshard._util.errors import Problem, raise_if
+from fshard._util.errors import Problem, fail, raise_if
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.sharded import Sharded
 from fshard.layout.spec import Spec
@@ -46,7 +46,8 @@ class Optimizer:
 
     The state is a dict of trees like that of the parameters, with pairs as leaves, and `step`, the
     number of updates. The layout in which the update is computed and the state is kept is that of
-    the parameters or `specs`: ZeRO is a choice of layouts (see `fs.state.zero_specs`).
+    the parameters or `specs`: ZeRO is a choice of layouts (see `fs.state.zero_specs`). Updates have
+    no gradient.
 
     Attributes:
         name: the function that made it.
@@ -74,6 +75,9 @@ class Optimizer:
 
         Args:
             params: tree of pairs, or of specs.
+
+        Raises:
+            ShardingError: the tree is empty, a leaf is neither, or the optimizer does not take it.
         """
         where = f"{self.name}.init"
         leaves, treedef = flatten(params)
@@ -197,6 +201,9 @@ def _check_pairs(where: str, tree: Any, leaves: Sequence[Any], kind: type) -> No
     """Raise `ShardingError` for leaves that are not pairs (or specs)."""
     if {*map(type, leaves)} == {kind}:
         return  # without the names of the leaves
+    if not leaves:
+        fail(where, "a tree without leaves", "there must be parameters",
+             "fs.state.tree_shard(tree, specs, mesh=mesh) of a tree with tensors")  # fmt: skip
     raise_if(where, [
         Problem(f"{name}: {type(leaf).__name__}", "every leaf must be a pair (local, spec)",
                 "fs.state.tree_shard(tree, specs, mesh=mesh)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -193,6 +194,21 @@ ERRORS: dict[str, tuple[dict[Any, Any], str]] = {
     ),
     "axis": ({"out": state.colwise("x")}, "an axis must be one of dp, tp"),
 }
+
+
+BAD_STYLES: dict[str, Callable[[], Any]] = {
+    "axes must be a name": lambda: state.colwise(3),  # type: ignore[arg-type]
+    "an axis must be named once": lambda: state.colwise(("tp", "tp")),
+    "the dim 'x' of 0": lambda: state.colwise("tp", output="x"),  # type: ignore[arg-type]
+    "must map positions or names": lambda: state.prepare_input(
+        "tp", [0]),  # type: ignore[arg-type]
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", BAD_STYLES)
+def test_styles_that_fit_no_module_are_refused(rule: str) -> None:
+    with pytest.raises(fs.ShardingError, match=rule):
+        BAD_STYLES[rule]()
 
 
 @pytest.mark.parametrize("case", ERRORS)

@@ -56,3 +56,8 @@ def test_limits_are_those_of_torch(ours: Any, theirs: Any, options: dict[str, An
 
 def test_rates_may_be_functions() -> None:
     assert S.adamw(lambda step: 1e-3 / step).name == "fs.state.adamw"
+
+
+def test_trees_without_parameters_are_refused() -> None:
+    with pytest.raises(fs.ShardingError, match="there must be parameters"):
+        fs.state.adamw(0.1).init({})
