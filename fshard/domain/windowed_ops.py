@@ -23,6 +23,11 @@ def _run(name: str, *args: Any, **kwargs: Any) -> Any:
     return on_pairs(getattr(F, name), mode="auto")(*args, **kwargs)
 
 
+def _listed(values: Any) -> Any:
+    """Return an int as a list of one, which selects the overload of an operation without a trace."""
+    return [values] if type(values) is int else values
+
+
 def _named(function: Callable[..., Any], name: str, n: int, doc: str) -> Callable[..., Any]:
     """Return the function of `n` spatial dims with a name and a docstring."""
     function.__doc__ = doc.format(n=n).strip()
@@ -68,7 +73,8 @@ def _convolution(n: int) -> Callable[..., Any]:
         input: Any, weight: Any, bias: Any = None, stride: Ints = 1, padding: Ints | str = 0,
         dilation: Ints = 1, groups: int = 1,
     ) -> Any:  # fmt: skip
-        return _run(f"conv{n}d", input, weight, bias, stride, padding, dilation, groups)
+        sizes = map(_listed, (stride, padding, dilation))
+        return _run(f"conv{n}d", input, weight, bias, *sizes, groups)
 
     return _named(conv, f"conv{n}d", n, CONVOLUTION)
 
@@ -111,8 +117,8 @@ def _transposed(n: int) -> Callable[..., Any]:
         input: Any, weight: Any, bias: Any = None, stride: Ints = 1, padding: Ints = 0,
         output_padding: Ints = 0, groups: int = 1, dilation: Ints = 1,
     ) -> Any:  # fmt: skip
-        return _run(f"conv_transpose{n}d", input, weight, bias, stride, padding, output_padding,
-                    groups, dilation)  # fmt: skip
+        sizes = map(_listed, (stride, padding, output_padding))
+        return _run(f"conv_transpose{n}d", input, weight, bias, *sizes, groups, _listed(dilation))
 
     return _named(conv, f"conv_transpose{n}d", n, TRANSPOSED)
 

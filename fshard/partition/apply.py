@@ -8,13 +8,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import lru_cache
 from types import MethodType
 from typing import Any, NoReturn
 
 import torch
 
 from fshard._torch.modes import DispatchMode
-from fshard._util.cache import BoundedDict
+from fshard._util.cache import CACHE_SIZE, BoundedDict
 from fshard._util.errors import fail
 from fshard._util.text import below, bytes_text, columns, one_line, time_text
 from fshard._util.tracebacks import hide_frames
@@ -231,12 +232,17 @@ def _as_pairs(
 
     def as_checked(arg: Sharded | torch.Tensor) -> Sharded:
         if isinstance(arg, torch.Tensor):
-            spec = Spec(mesh, PartitionSpec(), shape=arg.shape, dtype=arg.dtype)
+            spec = _replicated(mesh, arg.shape, arg.dtype)
             return Sharded(replicate_shards(arg, mesh.size) if simulated else arg, spec)
         local = check_tuple(arg.local, arg.spec.mesh, "fs.apply") if simulated else arg.local
         return Sharded(local, arg.spec)
 
     return (*map_call(placed, named, (Sharded, torch.Tensor), as_checked), mesh, simulated)
+
+
+@lru_cache(maxsize=CACHE_SIZE)
+def _replicated(mesh: Mesh, shape: torch.Size, dtype: torch.dtype) -> Spec:
+    return Spec(mesh, PartitionSpec(), shape=shape, dtype=dtype)
 
 
 # -- operations that are not functions of values ----------------------------------------------

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 
@@ -17,7 +19,18 @@ from fshard.program.halo_boxes import (
 )
 from fshard.program.halo_steps import HaloExchange, HaloReduce
 from fshard.run.collective import UNCHANGED, Wire
-from fshard.run.packing import Box, Source, Unpack, box_shape, packer, unpacker, view_box
+from fshard.run.packing import (
+    Box,
+    Source,
+    Unpack,
+    assembler,
+    box_shape,
+    intersect,
+    packer,
+    relative,
+    unpacker,
+    view_box,
+)
 from fshard.run.transports.base import Group
 from fshard.run.transports.reduce_dtypes import TensorFunction
 
@@ -72,18 +85,51 @@ def _windows(
 
 
 def _added(shape: tuple[int, ...], pieces: Sequence[HaloPiece], group: Group, rank: int) -> Unpack:
-    """Return a function that adds the received pieces, and the own ones, to zeros."""
+    """Return a function that adds received and own pieces up where they overlap, zeros elsewhere.
+
+    The shard is divided into cells that no piece covers in part; each is the sum of its terms.
+    """
     own = [(piece.owned, piece.window) for piece in pieces if piece.reader == rank]
-    boxes = _by_peer([(piece.reader, piece.owned) for piece in pieces], group, rank)
+    boxes = [box for _, box in _by_peer([(p.reader, p.owned) for p in pieces], group, rank)]
+    covers = [owned for owned, _ in own] + boxes
+    corners = [window for _, window in own] + [relative(box, box) for box in boxes]
+    cells = {
+        cell: [
+            (i, _moved(relative(cell, box), corners[i]))
+            for i, box in enumerate(covers) if intersect(cell, box)
+        ]
+        for cell in _cells(shape, covers)
+    }  # fmt: skip
+    rows = [(cell, terms) for cell, terms in cells.items() if terms]
+    assemble = assembler(shape, [cell for cell, _ in rows], "sum")
+    is_part = [(cell, len(terms)) for cell, terms in rows] == [(_whole(shape), 1)]
 
     def unpack(moved: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        result, start = x.new_zeros(shape), 0
-        for owned, window in own:
-            view_box(result, owned).add_(view_box(x, window))
-        for _, box in boxes:
+        tensors, start = [x] * len(own), 0
+        for box in boxes:
             size = volume(box)
-            view_box(result, box).add_(moved.narrow(0, start, size).view(box_shape(box)))
+            tensors.append(moved.narrow(0, start, size).view(box_shape(box)))
             start += size
-        return result
+        parts = [reduce(torch.add, [view_box(tensors[i], box) for i, box in terms]) for _, terms in rows]
+        result = assemble(parts, x)
+        return result.clone(memory_format=torch.contiguous_format) if is_part else result
 
     return unpack
+
+
+def _whole(shape: Sequence[int]) -> Box:
+    return tuple((0, size) for size in shape)
+
+
+def _cells(shape: Sequence[int], boxes: Sequence[Box]) -> list[Box]:
+    """Return the boxes between all ends of boxes in a tensor of `shape`."""
+    ends = [
+        sorted({0, size, *(end for box in boxes for end in box[dim])})
+        for dim, size in enumerate(shape)
+    ]
+    return list(itertools.product(*map(itertools.pairwise, ends)))
+
+
+def _moved(box: Box, corner: Box) -> Box:
+    """Return a box moved by the first corner of another."""
+    return tuple((i + k, j + k) for (i, j), (k, _) in zip(box, corner, strict=True))

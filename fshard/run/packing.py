@@ -193,7 +193,7 @@ def unpacker(shape: Sequence[int], sources: Sequence[Source], combine: Combine) 
         boxes.setdefault(box, []).append((term, start, own))
         start += math.prod(box_shape(box)) if own is None else 0
     rows = sorted((box, sorted(terms)) for box, terms in boxes.items())
-    assemble = _assembler(shape, [box for box, _ in rows], combine.fill)
+    assemble = assembler(shape, [box for box, _ in rows], combine.fill)
     if len(sources) == 1 and _covers(shape, [sources[0].box]):
         assemble = lambda parts, _: parts[0].clone(memory_format=torch.contiguous_format)  # noqa: E731
 
@@ -211,7 +211,7 @@ def unpacker(shape: Sequence[int], sources: Sequence[Source], combine: Combine) 
     return unpack
 
 
-def _assembler(
+def assembler(
     shape: Sequence[int], boxes: Sequence[Box], fill: str
 ) -> Callable[[Sequence[torch.Tensor], torch.Tensor], torch.Tensor]:
     """Return a function of the boxes' tensors, and one with the dtype and device of the result.

@@ -202,11 +202,14 @@ def schema_arguments(op: Any) -> Sequence[Any]:
     return arguments
 
 
+_SEQUENCES = (list, tuple)  # a union would be built at every call
+
+
 def instances_in(value: Any, kind: type[T]) -> list[T]:
     """Return the instances of `kind` in an argument, nested lists and tuples included."""
     if isinstance(value, kind):
         return [value]
-    if isinstance(value, list | tuple):
+    if isinstance(value, _SEQUENCES):
         return [item for inner in value for item in instances_in(inner, kind)]
     return []
 

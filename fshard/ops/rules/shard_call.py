@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from fshard._util.cache import CACHE_SIZE
 from fshard.layout.spec import Spec
 from fshard.ops.core.call import argument, map_instances
 from fshard.ops.strategy.local_call import (
@@ -89,6 +91,7 @@ def call_with(op: Any, args: Args, kwargs: Kwargs, **values: Any) -> Any:
     return op(*args, **kwargs)
 
 
+@lru_cache(maxsize=CACHE_SIZE)
 def _is_added_before(ctx: RankContext, index: int) -> bool:
     """Return True if an earlier rank adds the operand to the first result."""
     result, operand = ctx.results[0], ctx.operands[index]
@@ -120,11 +123,13 @@ def zeros_with_grad(x: torch.Tensor) -> torch.Tensor:
     return torch.where(x.new_zeros((), dtype=torch.bool), x, 0)
 
 
+@lru_cache(maxsize=CACHE_SIZE)
 def has_empty_shard(ctx: RankContext) -> bool:
     """Return True if an operand with elements has none on this rank."""
     return any(_is_empty_shard(spec, ctx.rank) for spec in ctx.operands)
 
 
+@lru_cache(maxsize=CACHE_SIZE)
 def _is_empty_shard(spec: Spec | None, rank: int) -> bool:
     return spec is not None and any(
         not local and size for local, size in zip(spec.local_shape(rank), spec.shape, strict=True)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 from fshard._torch.functorch import set_forward_mode
+from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import fail
 from fshard.layout.spec import Spec
 from fshard.ops.core.call import map_instances, schema_arguments
@@ -139,13 +141,20 @@ def run_local(
     if local is None:
         out = call.op(*args, **kwargs)
     else:
-        context = RankContext(rank, strategy.in_specs, strategy.computed_specs)
+        context, has_empty = _context_of(strategy, rank)
         out = local(call.op, args, kwargs, context)
-        if context.has_empty:
+        if has_empty:
             out = attach_to_operands(out, (*args, *kwargs.values()))
     results = flat(out)
     check_results(strategy, rank, results)
     return results
+
+
+@lru_cache(maxsize=CACHE_SIZE)
+def _context_of(strategy: Strategy, rank: int) -> tuple[RankContext, bool]:
+    """Return the context of a rank, and True if some rank has an empty shard."""
+    context = RankContext(rank, strategy.in_specs, strategy.computed_specs)
+    return context, context.has_empty
 
 
 class _Attached(torch.autograd.Function):

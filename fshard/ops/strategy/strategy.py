@@ -6,10 +6,11 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from fshard._torch.operators import dereference, reference_of
+from fshard._util.cache import CACHE_SIZE
 from fshard._util.notebook_view import NotebookView
 from fshard._util.text import bytes_text, folded, time_text
 from fshard.layout.mesh import Mesh
@@ -90,13 +91,7 @@ class Strategy(NotebookView):
     @property
     def programs(self) -> tuple[Program, ...]:
         """For every operand the program from its given spec to the one the operation runs on."""
-        rows = zip(self.sources, self.shard_specs, self.in_halos, strict=True)
-        return tuple(
-            redistribute(src, dst, topology=self.topology) >> halo
-            if halo
-            else redistribute(src, dst, topology=self.topology)
-            for src, dst, halo in rows
-        )
+        return _operand_programs(self)
 
     @property
     def shard_specs(self) -> tuple[Spec, ...]:
@@ -113,8 +108,7 @@ class Strategy(NotebookView):
     @property
     def is_local(self) -> bool:
         """True if no operand and no result needs communication."""
-        programs = (*self.programs, *(halo for halo in self.out_halos if halo))
-        return not self.sends or all(prog.is_local for prog in programs)
+        return not self.sends or _is_local(self)
 
     @property
     def cost(self) -> Cost:
@@ -152,6 +146,23 @@ class Strategy(NotebookView):
         return "\n".join(lines)
 
     __repr__ = __str__
+
+
+@lru_cache(maxsize=CACHE_SIZE)
+def _operand_programs(strategy: Strategy) -> tuple[Program, ...]:
+    rows = zip(strategy.sources, strategy.shard_specs, strategy.in_halos, strict=True)
+    return tuple(
+        redistribute(src, dst, topology=strategy.topology) >> halo
+        if halo
+        else redistribute(src, dst, topology=strategy.topology)
+        for src, dst, halo in rows
+    )
+
+
+@lru_cache(maxsize=CACHE_SIZE)
+def _is_local(strategy: Strategy) -> bool:
+    programs = (*strategy.programs, *(halo for halo in strategy.out_halos if halo))
+    return all(prog.is_local for prog in programs)
 
 
 def _rebuild(op: Any, *values: Any) -> Strategy:

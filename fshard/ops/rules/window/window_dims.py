@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
+from fshard._util.cache import CACHE_SIZE
 from fshard.layout.spec import Spec
 from fshard.ops.core.call import Meta, OpCall, base_name
 from fshard.ops.core.rule import Dims, Mode, Rule
@@ -64,6 +66,7 @@ class Span(NamedTuple):
         return self.stop - self.start
 
 
+@lru_cache(maxsize=CACHE_SIZE)
 def spans(windows: Windows, made: Spec, rank: int) -> tuple[Span | None, ...]:
     """Return the span of each spatial dim on a rank, None for a dim that is not sharded.
 
