@@ -24,7 +24,7 @@ def _run(name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def _listed(values: Any) -> Any:
-    """Return an int as a list of one, which selects the overload of an operation without a trace."""
+    """Return an int as a list of one, by which an operation's overload is found without a trace."""
     return [values] if type(values) is int else values
 
 

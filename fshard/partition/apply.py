@@ -37,7 +37,7 @@ from fshard.ops.core.call import (
     map_call,
     name_of,
 )
-from fshard.ops.core.registry import decomposition_of, read_arguments
+from fshard.ops.core.registry import has_other_forms, read_arguments
 from fshard.ops.prng.keyed_block import KeyedBlock, keyed_block_hook
 from fshard.ops.propagate.propagate import (
     is_composite,
@@ -189,7 +189,7 @@ def _apply(op: Any, mode: str, topology: Topology | None, /, *args: Any, **kwarg
         if not strategy.is_local and mode == "explicit":
             local = local_strategy_for(op, specs, named, topology, grad)
             strategy = local or _refuse_communication(op, strategy)
-        elif not strategy.is_local and decomposition_of(strategy.call.op) is not None:
+        elif not strategy.is_local and has_other_forms(strategy.call.op):
             call = strategy.call.op
             return _apply_partitioned(op, call, specs, named, pairs, mode, topology, None)
         locals_ = [

@@ -110,7 +110,8 @@ def _added(shape: tuple[int, ...], pieces: Sequence[HaloPiece], group: Group, ra
             size = volume(box)
             tensors.append(moved.narrow(0, start, size).view(box_shape(box)))
             start += size
-        parts = [reduce(torch.add, [view_box(tensors[i], box) for i, box in terms]) for _, terms in rows]
+        sums = ([view_box(tensors[i], box) for i, box in terms] for _, terms in rows)
+        parts = [reduce(torch.add, terms) for terms in sums]
         result = assemble(parts, x)
         return result.clone(memory_format=torch.contiguous_format) if is_part else result
 

@@ -61,11 +61,14 @@ class MappedStrategy(NamedTuple):
         function: the function of the operands, from pairs of the layouts `in_specs` to pairs.
         in_specs: the layouts of the operands.
         hiding: floating-point operations of a rank during its collectives; twice as many backward.
+        keeps_sharded: whether it is preferred, whatever it costs, to strategies that gather an axis
+            along which an operand is kept sharded.
     """
 
     function: MappedFunction
     in_specs: tuple[Spec, ...]
     hiding: float
+    keeps_sharded: bool = False
 
 
 MappedStrategyOf = Callable[[OpCall, Sequence[Spec]], MappedStrategy | None]
@@ -182,6 +185,11 @@ def mapped_strategy(call: OpCall, specs: Sequence[Spec]) -> MappedStrategy | Non
     """Return the strategy of a call that is a mapped function, None if it has none."""
     strategy_of = _MAPPED.get(call.op)
     return None if strategy_of is None else strategy_of(call, specs)
+
+
+def has_other_forms(op: Any) -> bool:
+    """Return True if an operation has strategies beside its rule: decomposed, or mapped."""
+    return decomposition_of(op) is not None or op in _MAPPED
 
 
 def registry_version() -> int:

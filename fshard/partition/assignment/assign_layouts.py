@@ -239,13 +239,15 @@ class LayoutAssigner:
         may_decompose = strategy.sends and not isinstance(hint, RoleHint)
         if decomposition is not None and may_decompose:
             runs.append(lambda: self.decomposed(op, decomposition, args, kwargs))
-        specs, may_map = [tensor.spec for tensor in operands], may_decompose and not nested
+        specs = [tensor.spec for tensor in operands]
+        may_map = may_decompose and all(key[0] is not op for key, _ in self.decomposing)
         mapped = mapped_strategy(strategy.call, specs) if may_map else None
         if mapped is not None:
             runs.append(lambda: self.mapped(mapped, operands))
             if strategy.local_nbytes > (self.topology.capacity or math.inf):
                 del runs[:-1]
-        return runs[0]() if len(runs) == 1 else self.fastest(runs, operands, mapped is not None)
+        by_time = mapped is not None and not mapped.keeps_sharded
+        return runs[0]() if len(runs) == 1 else self.fastest(runs, operands, by_time)
 
     def refuse(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> NoReturn:
         """Raise the error of `fs.propagate` for an operation without a rule."""

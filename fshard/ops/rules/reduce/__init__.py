@@ -6,5 +6,6 @@
 - `vector_norms`: norm, linalg.vector_norm, linalg.matrix_norm, dist, pairwise_distance;
 - `softmax`: softmax, log_softmax, and their gradients;
 - `scans`: cumsum, cumprod, cummax, logcumsumexp, diff, trapezoid, gradient, segment_reduce;
+- `block_scans`: cumsum, cumprod, cummax, cummin, logcumsumexp over sharded dims;
 - `sorting`: sort, topk, searchsorted, bucketize, isin, histc, histogram.
 """

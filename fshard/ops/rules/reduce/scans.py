@@ -1,22 +1,16 @@
-"""Rules and decompositions of operations along a dim: scans and differences.
+"""Rules of operations along a dim: scans and differences; the decomposition of differences.
 
 cumsum, cumprod, cummax, cummin, logcumsumexp, diff, gradient, trapezoid, segment_reduce, glu.
 The dim stays unsharded in the rules, every other may be sharded; softmaxes have the same rule.
-Over a sharded dim scans are decomposed into blocks, each continuing the one before, so that only
-last elements are sent; differences are those of two slices.
+Over a sharded dim differences are those of two slices; `block_scans` has the scans.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from fshard.ops.core.builders import (
-    MAX_BLOCKS,
     align_factors,
     all_modes,
     dim_factors,
@@ -29,7 +23,6 @@ from fshard.ops.core.builders import (
 from fshard.ops.core.call import Meta, OpCall, base_name
 from fshard.ops.core.registry import register_decomposition, register_rule
 from fshard.ops.core.rule import Dims, Mode, Rule
-from fshard.ops.rules.reduce.reduction_decompositions import log_sum_exp
 from fshard.ops.rules.reduce.reductions import ZerosIfEmpty, functional_overloads, keeps_values
 
 LINEAR = (
@@ -132,117 +125,7 @@ register_rule(*functional_overloads("segment_reduce"))(segment_reduce)
 register_rule(*functional_overloads("gradient"))(gradient)
 
 
-# -- block by block -------------------------------------------------------------------------
-
-
-def _blocks(x: Tensor, dim: int) -> tuple[Tensor, int] | None:
-    """Split `dim` into blocks, which may be on different ranks; None if that saves nothing."""
-    block_dim = wrap_dim(dim, x.ndim)
-    blocks = math.gcd(x.shape[block_dim], MAX_BLOCKS) if x.ndim else 1
-    if blocks < 2 or x.shape[block_dim] < 2 * blocks:
-        return None
-    return x.unflatten(block_dim, (blocks, x.shape[block_dim] // blocks)), block_dim
-
-
-def _previous(last: Tensor, block_dim: int, first: float | int | bool) -> Tensor:
-    """Return each block's predecessor value from the blocks' ends; `first` for the first block."""
-    ahead = last.narrow(block_dim, 0, last.shape[block_dim] - 1)
-    no_padding = [0, 0] * (last.ndim - 1 - block_dim)
-    return pad(ahead, [*no_padding, 1, 0], value=first).unsqueeze(block_dim + 1)
-
-
-def _scanned(
-    x: Tensor, dim: int, scan: Callable[[Tensor, int], Tensor], first: float,
-    join: Callable[[Tensor, Tensor], Tensor],
-) -> Tensor:  # fmt: skip
-    """Scan each block and join it to the scan of the blocks before it."""
-    split = _blocks(x, dim)
-    if split is None:
-        return scan(x, dim)
-    blocks, block_dim = split
-    inner = scan(blocks, block_dim + 1)
-    ends = scan(inner.select(block_dim + 1, -1), block_dim)
-    return join(inner, _previous(ends, block_dim, first)).flatten(block_dim, block_dim + 1)
-
-
-@register_decomposition("cumsum.default")
-def _cumsum(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
-    scan = lambda t, d: torch.cumsum(t, d, dtype=dtype)  # noqa: E731
-    return _scanned(x, dim, scan, 0, torch.add)
-
-
-@register_decomposition("cumprod.default")
-def _cumprod(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
-    scan = lambda t, d: torch.cumprod(t, d, dtype=dtype)  # noqa: E731
-    return _scanned(x, dim, scan, 1, torch.mul)
-
-
-@register_decomposition("logcumsumexp")
-def _logcumsumexp(x: Tensor, dim: int) -> Tensor:
-    split = None if x.is_complex() else _blocks(x, dim)
-    if split is None:
-        return torch.logcumsumexp(x, dim)
-    blocks, block_dim = split
-    ends = torch.logcumsumexp(log_sum_exp(blocks, block_dim + 1), block_dim)
-    previous = _previous(ends, block_dim, -math.inf)
-    # Each block's first element includes the blocks before it; where that is the logarithm of
-    # zero, its gradient would be NaN.
-    has_previous = previous != -math.inf
-    first = blocks.narrow(block_dim + 1, 0, 1)
-    first = torch.where(
-        has_previous, torch.logaddexp(first, torch.where(has_previous, previous, 0)), first
-    )
-    others = blocks.narrow(block_dim + 1, 1, blocks.shape[block_dim + 1] - 1)
-    return (
-        torch.cat([first, others], block_dim + 1)
-        .logcumsumexp(block_dim + 1)
-        .flatten(block_dim, block_dim + 1)
-    )
-
-
-def _running_extreme(x: Tensor, dim: int, maximum: bool) -> tuple[Tensor, Tensor]:
-    """Return the running extreme and its last index; NaN is the extreme once there is one."""
-    scan = torch.cummax if maximum else torch.cummin
-    split = _blocks(x, dim)
-    if split is None:
-        values, indices = scan(x, dim)
-        return values, indices
-    blocks, block_dim = split
-    inner, indices = scan(blocks, block_dim + 1)
-    length = blocks.shape[block_dim + 1]
-    begin = torch.arange(0, x.shape[block_dim], length, device=x.device)
-    indices = indices + begin.reshape([-1 if d == block_dim else 1 for d in range(blocks.ndim)])
-    ends, end_of = scan(inner.select(block_dim + 1, -1), block_dim)
-    end_indices = indices.select(block_dim + 1, -1).gather(block_dim, end_of)
-    identity = _identity(x.dtype, maximum)
-    previous, previous_index = (_previous(ends, block_dim, identity),
-                                _previous(end_indices, block_dim, 0))  # fmt: skip
-    is_own = inner >= previous if maximum else inner <= previous
-    if x.is_floating_point():
-        is_own = inner.isnan() | (is_own & ~previous.isnan())
-    outputs = torch.where(is_own, inner, previous), torch.where(is_own, indices, previous_index)
-    return outputs[0].flatten(block_dim, block_dim + 1), outputs[1].flatten(
-        block_dim, block_dim + 1
-    )
-
-
-def _identity(dtype: torch.dtype, maximum: bool) -> float | int | bool:
-    """Return the identity of a maximum, or of a minimum if `maximum` is false."""
-    if dtype == torch.bool:
-        return not maximum
-    if dtype.is_floating_point:
-        return -math.inf if maximum else math.inf
-    return torch.iinfo(dtype).min if maximum else torch.iinfo(dtype).max
-
-
-@register_decomposition("cummax.default")
-def _cummax(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    return _running_extreme(x, dim, True)
-
-
-@register_decomposition("cummin.default")
-def _cummin(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    return _running_extreme(x, dim, False)
+# -- differences ----------------------------------------------------------------------------
 
 
 @register_decomposition("diff")

@@ -2,19 +2,23 @@
 
 cat, stack, hstack, vstack, dstack, column_stack, pad_sequence, block_diag, cartesian_prod,
 combinations, meshgrid, broadcast_tensors. The dim along which tensors are joined stays
-unsharded: a tensor does not end where a shard ends.
+unsharded: a tensor does not end where a shard ends. But where few elements are put before or after
+one long tensor, as a class token before a sequence, its first and last shard are extended by them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
+
+import torch
 
 from fshard.layout.partition_spec import REDUCTIONS
 from fshard.ops.core.builders import align_factors, all_modes, wrap_dim
 from fshard.ops.core.call import OpCall, base_name
 from fshard.ops.core.registry import register_rule
-from fshard.ops.core.rule import Dims, Mode, Rule
+from fshard.ops.core.rule import Dims, Mode, Rule, Slice
 from fshard.ops.rules.view.view_factors import factor_names, letter_dims
 from fshard.ops.strategy.local_call import Args, Kwargs, RankContext
 
@@ -43,13 +47,64 @@ def join_rule(call: OpCall, dim_maps: Sequence[DimMap], along: int | None) -> Ru
     return Rule(operands, (result_dims,), modes=all_modes(*range(len(call.operands))))
 
 
+LONG = 8
+"""Times by which a tensor is longer than all others together that extend its shards."""
+
+
+@dataclass(frozen=True, slots=True)
+class _LocalExtension:
+    """Local concatenation of a shard of the operand `long`, and of the others where it ends.
+
+    The first rank has all operands before it, the last one all after it, other ranks none of them.
+    """
+
+    dim: int
+    long: int
+
+    def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> torch.Tensor:
+        """Run the operation on one rank."""
+        begin, count = ctx.result_offset(self.dim), ctx.shape()[self.dim]
+        ends = begin == 0 and count > 0, begin + count == self._length(ctx) and count > 0
+        sides = [ends[i > self.long] if i != self.long else True for i in range(len(args[0]))]
+        # Elements of no rank's: the gradients of all operands meet on all ranks.
+        pieces = [
+            x if is_read else x.narrow(self.dim, 0, 0)
+            for x, is_read in zip(args[0], sides, strict=True)
+        ]
+        return torch.cat(pieces, self.dim)
+
+    def _length(self, ctx: RankContext) -> int:
+        return sum(spec.shape[self.dim] for spec in ctx.operands)
+
+
+def _long_operand(call: OpCall, dim: int) -> int | None:
+    """Return the index of the operand that is much longer than all others, None without one."""
+    lengths = [meta.shape[dim] if meta.ndim == call.result.ndim else 0 for meta in call.operands]
+    longest = max(lengths)
+    is_long = longest >= LONG * (sum(lengths) - longest) > 0
+    is_plain = all(meta.ndim == call.result.ndim for meta in call.operands)
+    return lengths.index(longest) if is_long and is_plain else None
+
+
 @register_rule("cat.default", "concat.default", "concatenate.default", "prims::cat")
 def cat(call: OpCall) -> Rule:
-    """Rule `a1,a1->a1` of `cat` along dim 1; an empty operand may have one dim alone."""
+    """Rule `a1,a1->a1` of `cat` along dim 1; an empty operand may have one dim alone.
+
+    The rule is `a1,ab->ac` if the second operand is much longer, `c` being `b` and elements before.
+    """
     result = call.result
     dim = wrap_dim(call.get("dim"), result.ndim)
     dim_maps = [range(meta.ndim) if meta.ndim == result.ndim else [dim] for meta in call.operands]
-    return join_rule(call, dim_maps, dim)
+    rule, long = join_rule(call, dim_maps, dim), _long_operand(call, dim)
+    if long is None:
+        return rule
+    names = factor_names(result.ndim + 1)
+    lengths = [meta.shape[dim] for meta in call.operands]
+    piece = Slice(names[-1], names[dim], -sum(lengths[:long]), sum(lengths[long:]))
+    put = lambda dims, name: (*dims[:dim], (name,), *dims[dim + 1 :])  # noqa: E731
+    operands = tuple(put(x, names[dim]) if i == long else x for i, x in enumerate(rule.operands))
+    return replace(rule, operands=operands, results=(put(rule.results[0], piece.name),),
+                   local=_LocalExtension(dim, long), slices=(piece,))  # fmt: skip
 
 
 @register_rule("stack", "_stack")

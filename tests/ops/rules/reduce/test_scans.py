@@ -141,9 +141,29 @@ def test_scans_of_sharded_dims_send_block_ends_only(name: str) -> None:
         )
 
 
-def test_dims_without_blocks_are_gathered() -> None:
-    x = positive(3, 7)
-    spec = fs.Spec(FOUR, fs.P(None, "x"), shape=x.shape, dtype=x.dtype, uneven="chunk")
-    part = fs.partition(lambda x: x.cumsum(1), mesh=FOUR, in_specs=(spec,), topology=SLOW)
-    torch.testing.assert_close(part(x), x.cumsum(1))
-    assert len(part.trace(x).programs) == 1
+@pytest.mark.parametrize("name", [name for name in SCANNED if "diff" not in name])
+@pytest.mark.parametrize("sizes", [(100, 0, 151, 5), (0, 255, 1, 0)])
+def test_scans_of_uneven_shards_gather_their_ends(name: str, sizes: tuple[int, ...]) -> None:
+    """A rank sends an end of its shard, once for each result, and nothing else; so backward."""
+    fn, make, results = SCANNED[name]
+    x = make()
+    x.requires_grad_(x.is_floating_point())
+    spec = fs.Spec(FOUR, fs.P(None, "x"), shape=x.shape, dtype=x.dtype, sizes={1: sizes})
+    pair = fs.shard(x, spec)
+    with fs.comm_log() as log:
+        y = fs.partition(fn, mesh=FOUR)(pair)
+    pairs, right = y if results == 2 else (y,), fn(x)
+    right = right if results == 2 else (right,)
+    ends = math.prod(x.shape) // N * sum(z.element_size() for z in right)
+    assert {op for op, _ in log.counts} == {"all_gather"}
+    assert log.total_bytes == 3 * ends  # to each of three others; the log has those of one rank
+    for actual, expected in zip(pairs, right, strict=True):
+        torch.testing.assert_close(fs.unshard(actual), expected, equal_nan=True)
+        assert sizes in actual.spec.sizes
+    if x.requires_grad:
+        weights = torch.rand(right[0].shape, generator=torch.Generator().manual_seed(1))
+        values = fs.unshard(pairs[0]), right[0]
+        grads = [torch.autograd.grad((z * weights).sum(), x)[0] for z in values]
+        single = {"rtol": 1e-4, "atol": 1e-4} if "single" in name else {}
+        nan = grads[1].isnan()
+        torch.testing.assert_close(grads[0].where(~nan, 0), grads[1].nan_to_num(), **single)

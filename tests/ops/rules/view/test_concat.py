@@ -26,6 +26,8 @@ CASES: dict[str, tuple[Any, ...]] = {
     "cat": (A.cat.default, [tensor(4, 2), tensor(4, 3)], 1),
     "cat of nothing": (A.cat.default, [tensor(4, 2), tensor(0)]),
     "cat of one": (A.cat.default, [tensor(4, 6)], 1),
+    "cat before a sequence": (A.cat.default, [tensor(2, 1, 3), tensor(2, 18, 3)], 1),
+    "cat around a sequence": (A.cat.default, [tensor(1, 2), tensor(24, 2), tensor(2, 2)]),
     "cat of integers": (A.cat.default, [torch.arange(3), torch.arange(4)]),
     "concat": (A.concat.default, [tensor(4, 2), torch.arange(8).reshape(4, 2)], 1),
     "stack": (A.stack.default, [tensor(4, 2), tensor(4, 2)], 1),
@@ -66,7 +68,7 @@ def test_meshgrid_equals_one_device(indexing: str) -> None:
     assert check_call(A.meshgrid.indexing, inputs, indexing=indexing) == []
 
 
-@pytest.mark.parametrize("name", ["cat", "stack", "broadcast_tensors"])
+@pytest.mark.parametrize("name", ["cat", "cat around a sequence", "stack", "broadcast_tensors"])
 def test_rules_on_two_axes(name: str) -> None:
     op, *args = CASES[name]
     assert check_call(op, *args, grad=False, two_axes=True) == []
@@ -78,6 +80,7 @@ TOGETHER = (
 )
 TEXTS = {
     "cat": f"a1,a1->a1  {TOGETHER}",
+    "cat before a sequence": f"a1c,abc->adc  {{d b[-1:18]; {TOGETHER[1:]}",
     "stack": f"ac,ac->a1c  {TOGETHER}",
     "vstack": f"b,1b->1b  {TOGETHER}",
     "pad_sequence by a number":
@@ -94,6 +97,29 @@ TEXTS = {
 def test_rule_texts(name: str) -> None:
     op, *args = CASES[name]
     assert str(call_with(op, args, {})[1]) == TEXTS[name]
+
+
+@pytest.mark.parametrize("sizes", [(4, 4, 4, 4), (0, 9, 7, 0), (3, 5, 2, 6)])
+def test_a_token_before_a_sharded_sequence_is_added_to_the_first_shard(
+    sizes: tuple[int, ...],
+) -> None:
+    """Nothing is sent; the gradient of the token is a sum over the ranks."""
+
+    def embed(x: torch.Tensor, token: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        y = torch.cat([token.expand(2, -1, -1), x], 1) + positions
+        return y - y.mean(-1, keepdim=True)
+
+    spec = Spec(Mesh(x=4), P(None, "x"), shape=(2, 16, 6), dtype=torch.float64, sizes={1: sizes})
+    xs = [x.requires_grad_() for x in (tensor(2, 16, 6), tensor(1, 1, 6), tensor(1, 17, 6))]
+    pairs = fs.shard(xs[0], spec), *(fs.shard(x, spec.mesh, P()) for x in xs[1:])
+    with fs.comm_log() as log:
+        y = fs.partition(embed, mesh=spec.mesh)(*pairs)
+    assert not log.counts
+    assert y.spec.shard_sizes(1) == (sizes[0] + 1, *sizes[1:])
+    expected = embed(*xs)
+    torch.testing.assert_close(fs.unshard(y), expected, rtol=1e-10, atol=1e-10)
+    grads = [torch.autograd.grad(z, xs, tensor(*z.shape)) for z in (fs.unshard(y), expected)]
+    torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-10)
 
 
 def test_new_tensors_of_another_shape_accept_any_layout() -> None:
