@@ -2,7 +2,8 @@
 
 `python -m tests.benchmarks.bench_rings` prints seconds of a forward and backward pass of attention
 whose sequence is sharded over 4 ranks, each contender once in every round, and the median of the
-ratios to the ring by hand. `--memory` prints the peak bytes of live tensors of a rank, for lengths
+ratios to the ring by hand, and of the CPU seconds of all ranks, which other load of the machine
+changes less. `--memory` prints the peak bytes of live tensors of a rank, for lengths
 up to 65,536 and several numbers of ranks, for the ring and for the gather: those of the ring are in
 proportion to a rank's share. Memory within PyTorch's kernels is not counted.
 """
@@ -10,6 +11,7 @@ proportion to a rank's share. Memory within PyTorch's kernels is not counted.
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -90,12 +92,14 @@ def exchange(x: Tensor, by: int) -> Callable[[], Tensor]:
 
 def of_pairs(mesh: Mesh, attend: Callable[..., Any], length: int) -> Attend:
     """Return an attention of pairs as one of locals."""
-    n = length // mesh.size
-    spec = fs.Spec(mesh, P(None, None, "cp"), shape=(1, HEADS, n * mesh.size, WIDTH))
+    partition = P(None, None, "cp")
+
+    @functools.cache
+    def spec(heads: int, width: int) -> fs.Spec:
+        return fs.Spec(mesh, partition, shape=(1, heads, length, width))
 
     def run(*locals_: Tensor) -> Tensor:
-        pairs = [fs.Sharded(x, spec.replace(shape=(1, x.shape[1], length, x.shape[3])))
-                 for x in locals_]  # fmt: skip
+        pairs = [fs.Sharded(x, spec(x.shape[1], x.shape[3])) for x in locals_]
         result: Tensor = attend(*pairs).local
         return result
 
@@ -129,7 +133,7 @@ def locals_of(mesh: Mesh, length: int, heads: int, width: int) -> list[Tensor]:
 
 
 def times_on_rank(length: int, rounds: int) -> dict[str, list[list[float]]]:
-    """Return seconds by contender and round, of the forward pass and of both."""
+    """Return seconds by contender and round, of the forward pass and of both; then CPU seconds."""
     mesh = Mesh(cp=RANKS)
     fs.init(mesh, timeout=120)
     torch.set_num_threads(1)
@@ -140,13 +144,14 @@ def times_on_rank(length: int, rounds: int) -> dict[str, list[list[float]]]:
     for _ in range(rounds):
         for name, attend in runs.items():
             dist.barrier()
-            start = time.perf_counter()
+            start = time.perf_counter(), time.process_time()
             y = attend(*xs)
             dist.barrier()
-            middle = time.perf_counter()
+            middle = time.perf_counter(), time.process_time()
             grads = torch.autograd.grad(y, xs, y.detach())
             dist.barrier()
-            times[name].append([middle - start, time.perf_counter() - start])
+            rows = zip(start, middle, (time.perf_counter(), time.process_time()), strict=True)
+            times[name].append([x - a for a, b, c in rows for x in (b, c)])
             results[name] = [y.detach(), *grads]
     for name in runs:
         torch.testing.assert_close(results[name], results["ring by hand"], rtol=1e-4, atol=1e-4)
@@ -191,14 +196,21 @@ def main() -> None:
                 table.add_row(*(f"{value:,}" for value in row))
                 console.print(f"{length:,} tokens on {ranks}: {peaks[0]}")
     else:
-        times = run_ranks(RANKS, times_on_rank, args.length, ROUNDS, timeout=600)[0]
-        table = Table("contender", "forward", "both", "ratio forward", "ratio both")
+        ranks = run_ranks(RANKS, times_on_rank, args.length, ROUNDS, timeout=600)
+        times = ranks[0]
+        table = Table("contender", "forward", "both", "ratio forward", "ratio both",
+                      "of CPU forward", "of CPU both")  # fmt: skip
         base = times["ring by hand"]
+        cpu = {
+            name: [statistics.median(sum(rank[name][k][i] for rank in ranks) for k in range(ROUNDS))
+                   for i in (2, 3)] for name in times
+        }  # fmt: skip
         for name, rows in times.items():
             ratios = [
                 statistics.median(a[i] / b[i] for a, b in zip(rows, base, strict=True))
                 for i in (0, 1)
             ]
+            ratios += [a / b for a, b in zip(cpu[name], cpu["ring by hand"], strict=True)]
             best = [min(row[i] for row in rows) for i in (0, 1)]
             table.add_row(name, *(f"{x * 1e3:.1f} ms" for x in best), *(f"{r:.2f}" for r in ratios))
     console.print(table)

@@ -2,7 +2,8 @@
 
 `python -m tests.benchmarks.bench_space` prints seconds of a forward and backward pass of a stack of
 convolutions with kernels of 3, whose rows are sharded over 4 ranks, each contender once in every
-round, and the median of the ratios to the exchange by hand. `--grid` shards rows and columns over
+round, and the median of the ratios to the exchange by hand; and ratios of the CPU seconds of all
+ranks, which other load of the machine changes less. `--grid` shards rows and columns over
 2x2 ranks. Beside the time it prints the bytes that the busiest rank sends forward, and the bound:
 the elements of its windows that a rank lacks.
 
@@ -143,8 +144,16 @@ def space(mesh: Mesh, size: int, channels: int) -> fs.Spec:
     return fs.Spec(mesh, P(None, None, *axes), shape=(1, channels, size, size))
 
 
+def now() -> tuple[float, float]:
+    """Return the time and the CPU seconds of this process."""
+    return time.perf_counter(), time.process_time()
+
+
 def times_on_rank(axes: dict[str, int], size: int, rounds: int) -> Any:
-    """Return seconds by contender and round, forward and both, and bytes sent forward."""
+    """Return seconds by contender and round, forward and both, and bytes sent forward.
+
+    The last two numbers of a round are CPU seconds of this rank.
+    """
     mesh = Mesh(axes)
     fs.init(mesh, timeout=120)
     torch.set_num_threads(1)
@@ -161,15 +170,17 @@ def times_on_rank(axes: dict[str, int], size: int, rounds: int) -> Any:
     for _ in range(rounds):
         for name, run in runs.items():
             dist.barrier()
-            start = time.perf_counter()
+            start = now()
             y = run(x, weights)
             dist.barrier()
-            middle = time.perf_counter()
+            middle = now()
             gx, *grads = torch.autograd.grad(y, [x, *weights], torch.cos(y.detach()))
             if name in ("halos by hand", "gather"):
                 grads = summed(grads)
             dist.barrier()
-            times[name].append([middle - start, time.perf_counter() - start])
+            rows = zip(start, middle, now(), strict=True)
+            (f, both), cpu = [[b - a, c - a] for a, b, c in rows]
+            times[name].append([f, both, *cpu])
             results[name] = [y.detach(), gx, *grads]
     for name in runs:
         torch.testing.assert_close(results[name], results["halos by hand"], rtol=1e-3, atol=1e-3)
@@ -241,7 +252,10 @@ def print_times(console: Console, axes: dict[str, int], size: int) -> None:
     """Print the times of the contenders, and the bytes that they send beside the bound."""
     rows = run_ranks(RANKS, times_on_rank, axes, size, ROUNDS, timeout=600)
     times, sent = rows[0][0], {name: max(row[1][name] for row in rows) for name in rows[0][1]}
-    table = Table("contender", "forward", "both", "ratio forward", "ratio both", "sent forward")
+    table = Table("contender", "forward", "both", "ratio forward", "ratio both", "of CPU forward",
+                  "of CPU both", "sent forward")  # fmt: skip
+    cpu = {name: [statistics.median(sum(row[0][name][k][i] for row in rows) for k in range(ROUNDS))
+                  for i in (2, 3)] for name in times}  # fmt: skip
     base = times["halos by hand"]
     for name, rounds in times.items():
         ratios = [
@@ -249,10 +263,11 @@ def print_times(console: Console, axes: dict[str, int], size: int) -> None:
             for i in (0, 1)
         ]
         best = [f"{min(row[i] for row in rounds) * 1e3:.1f} ms" for i in (0, 1)]
+        ratios += [a / b for a, b in zip(cpu[name], cpu["halos by hand"], strict=True)]
         table.add_row(name, *best, *(f"{r:.2f}" for r in ratios),
                       f"{sent[name]:,} B" if sent[name] else "")  # fmt: skip
     lacking = bound(Mesh(axes), size)
-    table.add_row("bound", "", "", "", "", f"{lacking:,} B")
+    table.add_row("bound", *[""] * 6, f"{lacking:,} B")
     console.print(table)
 
 
