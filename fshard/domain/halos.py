@@ -27,6 +27,7 @@ from fshard.program.halo_boxes import reversed_halo
 from fshard.program.halo_steps import HaloExchange, Windows
 from fshard.program.program import Program
 from fshard.run.creation import rank_on_mesh
+from fshard.run.graphs.graph_node import graph_node
 from fshard.spmd.axis_env import current_tracker, resolve_axes
 from fshard.spmd.collectives.ring import sizes_along
 from fshard.spmd.tracking.insert_casts import join_operands, replace_tensors
@@ -196,10 +197,7 @@ def _run(
 ) -> Any:  # fmt: skip
     """Return the exchange of a pair or of the tensor of a body, or the reduction."""
     if is_pair(x):
-        pair = Sharded(*x)
-        widths = _checked(where, widths, boundary, pair.spec.ndim)
-        spec = _shards(where, pair.spec, widths) if reverse else pair.spec
-        return Sharded(*_moved(where, pair, spec, widths, boundary, reverse=reverse))
+        return _run_on_pair(where, x, widths, boundary, reverse)
     if not isinstance(x, Tensor):
         fail(where, f"an operand of type {type(x).__name__}",
              "the operand must be a pair, or a tensor of a body", "fs.shard(x, spec)"
@@ -222,6 +220,16 @@ def _run(
         result = move(Sharded(local, spec))[0]
     tracker.record(result, states)
     return result
+
+
+@graph_node
+def _run_on_pair(where: str, pair: Any, widths: Widths, boundary: str, reverse: bool) -> Sharded:
+    """Return the exchange of a pair, or the reduction."""
+    local, spec = pair
+    widths = _checked(where, widths, boundary, spec.ndim)
+    shards = _shards(where, spec, widths) if reverse else spec
+    moved = _moved(where, Sharded(local, spec), shards, widths, boundary, reverse=reverse)
+    return Sharded(*moved)
 
 
 def _moved(

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fshard._torch.dynamo import skip_frames_below
 from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import Problem, fail, raise_if
 from fshard.domain.block_attention import Attention, Drop, Interval
@@ -409,6 +410,7 @@ def _mask_layout(mask: Spec, result: Spec) -> Spec:
     return mask.replace(partition=PartitionSpec(*dims), sizes=sizes)
 
 
+@skip_frames_below("attention on pairs runs uncompiled; graphs contain that of a mapped body")
 def _on_pairs(operands: Sequence[Any], options: AttentionOptions) -> Sharded:
     """Return the attention on pairs, a ring if the keys are sharded."""
     pairs = pairs_on_one_mesh(WHERE, operands)

@@ -275,6 +275,7 @@ class ShapeRun:
         PyTorch raises errors of several types for a meta tensor.
         """
         with (
+            without_transforms(),
             replaced_function_modes(ambient),
             without_transforms(),
             without_dispatch_modes(),

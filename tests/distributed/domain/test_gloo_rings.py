@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.tensor.experimental._context_parallel._attention as dtensor
 
 import fshard as fs
 from fshard import Mesh, P, Spec
@@ -93,6 +96,94 @@ def bodies_on_rank() -> None:
     fs.init(uneven_bodies.MESH, timeout=60)
     for check in (True, "collectives"):
         uneven_bodies.check_bodies(check)
+
+
+def against_dtensor() -> None:
+    """Compare outputs and gradients with the ring that DTensor's `context_parallel` runs.
+
+    DTensor has no layouts of the CPU's attention, so that its ring is called itself.
+    """
+    fs.init(MESH, timeout=60)
+    flash, n = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, MESH.size
+    spec = Spec(MESH, P(None, None, "cp"), shape=(1, 2, 16, 4), dtype=F64)
+    tensors = [fs.unshard(pair) for pair in pairs_of(*[spec] * 3)]
+
+    def flash_backward(**args: Any) -> tuple[torch.Tensor, ...]:
+        names = ("grad_out", "query", "key", "value", "out", "logsumexp")
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        result: tuple[torch.Tensor, ...] = backward(*map(args.get, names), 0.0, args["is_causal"])
+        return result
+
+    for order in ("contiguous", "zigzag"):
+        dtensor._cp_options.enable_load_balance = order == "zigzag"
+        positions = fs.domain.zigzag_order(16, n) if order == "zigzag" else torch.arange(16)
+        locals_ = [x[:, :, positions][spec.index(dist.get_rank())].clone() for x in tensors]
+        out, lse, *_ = dtensor._templated_ring_attention(
+            dist.group.WORLD, 2, flash, *locals_, is_causal=True
+        )
+        named = dict(zip(("query", "key", "value"), locals_, strict=True))
+        grads = dtensor._templated_ring_attention_backward(
+            dist.group.WORLD, 2, flash_backward, grad_out=out.cos(), grad_out_name="grad_out",
+            **named, out=out, logsumexp=lse, is_causal=True,
+        )  # fmt: skip
+        body = fs.domain.context_parallel(
+            lambda *xs: attention(*xs, is_causal=True), "cp", order=order
+        )
+        mapped = fs.shard_map(body, mesh=MESH, in_specs=spec.partition, out_specs=spec.partition)
+        leaves = [x.requires_grad_() for x in locals_]
+        y = mapped(*(fs.Sharded(x, spec) for x in leaves)).local
+        torch.testing.assert_close(y, out, rtol=1e-5, atol=1e-5)  # DTensor's merges in float32
+        torch.testing.assert_close(
+            torch.autograd.grad(y.sin().sum(), leaves), tuple(grads[:3]), rtol=1e-5, atol=1e-5
+        )
+
+
+def compiled_on_rank() -> None:
+    """Compile rings in bodies and halos of pairs; a graph ends before attention on pairs."""
+    fs.init(MESH, timeout=60)
+    spec = Spec(MESH, P(None, None, "cp"), shape=(1, 2, 16, 4), dtype=F64)
+
+    def distances(x: torch.Tensor) -> torch.Tensor:
+        step = lambda y, index, x: (x[:, :, :, None] - y[:, :, None]).cos().sum(3)  # noqa: E731
+        result: torch.Tensor = fs.domain.ring_fold(
+            torch.zeros_like(x), step, torch.add, x, "cp", operands=(x,), dim=2
+        )
+        return result
+
+    fold = fs.shard_map(distances, mesh=MESH, in_specs=spec.partition, out_specs=spec.partition)
+    ring: Callable[..., Any] = fs.domain.scaled_dot_product_attention
+    causal = fs.shard_map(
+        lambda *xs: ring(*xs, is_causal=True, axis_name="cp"), mesh=MESH,
+        in_specs=spec.partition, out_specs=spec.partition,
+    )  # fmt: skip
+    functions: list[Callable[..., Any]] = [
+        lambda *xs: ring(*xs, is_causal=True),
+        causal,
+        lambda q, k, v: fold(q),
+        lambda q, k, v: fs.domain.halo_exchange(v, {2: (2, 1)}, boundary="circular"),
+    ]
+    for function in functions:
+        leaves = [pair.local.clone().requires_grad_() for pair in pairs_of(*[spec] * 3)]
+
+        def loss(*xs: torch.Tensor, function: Any = function) -> torch.Tensor:
+            value: torch.Tensor = function(*(fs.Sharded(x, spec) for x in xs)).local
+            return value.sin().sum()
+
+        values = [f(*leaves) for f in (loss, torch.compile(loss, backend="aot_eager"))]
+        torch.testing.assert_close(*values, rtol=1e-10, atol=1e-10)
+        grads = [torch.autograd.grad(y, leaves, allow_unused=True) for y in values]
+        torch.testing.assert_close(
+            *[[g for g in row if g is not None] for row in grads], rtol=1e-10, atol=1e-10
+        )
+
+
+def test_ring_equals_that_of_dtensor() -> None:
+    run_ranks(4, against_dtensor)
+
+
+@pytest.mark.slow
+def test_rings_and_halos_compile() -> None:
+    run_ranks(4, compiled_on_rank)
 
 
 def test_bodies_over_uneven_shards_exchange_sizes() -> None:
