@@ -66,7 +66,7 @@ class _LocalExtension:
         begin, count = ctx.result_offset(self.dim), ctx.shape()[self.dim]
         ends = begin == 0 and count > 0, begin + count == self._length(ctx) and count > 0
         sides = [ends[i > self.long] if i != self.long else True for i in range(len(args[0]))]
-        # Elements of no rank's: the gradients of all operands meet on all ranks.
+        # A slice without elements, since gradients of an operand are summed over all ranks.
         pieces = [
             x if is_read else x.narrow(self.dim, 0, 0)
             for x, is_read in zip(args[0], sides, strict=True)
@@ -101,10 +101,14 @@ def cat(call: OpCall) -> Rule:
     names = factor_names(result.ndim + 1)
     lengths = [meta.shape[dim] for meta in call.operands]
     piece = Slice(names[-1], names[dim], -sum(lengths[:long]), sum(lengths[long:]))
-    put = lambda dims, name: (*dims[:dim], (name,), *dims[dim + 1 :])  # noqa: E731
-    operands = tuple(put(x, names[dim]) if i == long else x for i, x in enumerate(rule.operands))
-    return replace(rule, operands=operands, results=(put(rule.results[0], piece.name),),
-                   local=_LocalExtension(dim, long), slices=(piece,))  # fmt: skip
+    operands = tuple(
+        (*x[:dim], (piece.of,), *x[dim + 1 :]) if i == long else x
+        for i, x in enumerate(rule.operands)
+    )
+    made = letter_dims(result.ndim)
+    made = (*made[:dim], (piece.name,), *made[dim + 1 :])
+    local = _LocalExtension(dim, long)
+    return replace(rule, operands=operands, results=(made,), local=local, slices=(piece,))
 
 
 @register_rule("stack", "_stack")
