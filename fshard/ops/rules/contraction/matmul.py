@@ -221,8 +221,8 @@ def cross(call: OpCall) -> Rule:
     a, b = call.operands
     ndim, dim = max(a.ndim, b.ndim), call.get("dim")
     if dim is None:
-        # The first dim of global size 3; a local shard may have another one before it.
-        dim = next(i for i, size in enumerate(_broadcast(a, b)) if size == 3)
+        # The first operand's first dim of global size 3; a shard may have another one before it.
+        dim = ndim - a.ndim + a.shape.index(3)
     names = letters(ndim)
     dims = [() if i == wrap_dim(dim, ndim) else (names[i],) for i in range(ndim)]
     local = ShardCall(rewrites=(SetArgument("dim", dim),), skip_empty=False)
