@@ -208,9 +208,12 @@ Attended = tuple[Tensor, Tensor]
 
 def merge_attended(a: Attended, b: Attended) -> Attended:
     """Return outputs and log-sum-exps over two disjoint blocks of keys."""
-    # The gradient of logaddexp is NaN where both are minus infinity: those rows have no keys.
-    is_empty = (a[1] == -math.inf) & (b[1] == -math.inf)
-    lses = [x.masked_fill(is_empty, 0.0) for x in (a[1], b[1])]
-    lse = torch.logaddexp(*lses)
-    shares = [(x - lse).exp().unsqueeze(-1) for x in (a[1], b[1])]
-    return a[0] * shares[0] + b[0] * shares[1], lse.masked_fill(is_empty, -math.inf)
+    largest = torch.maximum(a[1], b[1]).detach()
+    largest = largest.masked_fill(largest == -math.inf, 0.0)
+    weights = (a[1] - largest).exp(), (b[1] - largest).exp()
+    total = weights[0] + weights[1]
+    is_empty = total == 0
+    total = total.masked_fill(is_empty, 1.0)
+    shares = [(weight / total).unsqueeze(-1) for weight in weights]
+    lse = (largest + total.log()).masked_fill(is_empty, -math.inf)
+    return a[0] * shares[0] + b[0] * shares[1], lse
