@@ -11,17 +11,21 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch._C._functorch import TransformType
+from torch._C._functorch import (
+    CGradInterpreterPtr,
+    CJvpInterpreterPtr,
+    CVmapInterpreterPtr,
+    TransformType,
+)
 from torch._functorch import eager_transforms
 from torch._functorch.autograd_function import custom_function_call
-from torch._functorch.pyfunctorch import (
-    retrieve_current_functorch_interpreter,
-    temporarily_clear_interpreter_stack,
-)
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
 from fshard._torch.fake_tensors import is_recording_below_autograd, recording_differentiably
+from fshard._torch.legacy_vmap import is_legacy_batched
+from fshard._util.errors import fail
 
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 transform_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level
@@ -46,6 +50,7 @@ _single_level_allowed: Callable[[], bool] = (
 _allow_single_level: Callable[[bool], None] = (
     torch._C._functorch.set_single_level_autograd_function_allowed
 )
+_innermost_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 _pop_layer: Callable[[], Any] = torch._C._functorch.pop_dynamic_layer_stack
 _push_layer: Callable[[Any], object] = torch._C._functorch.push_dynamic_layer_stack
 _set_grad_mode: Callable[[bool], None] = torch._C._set_grad_enabled
@@ -54,31 +59,48 @@ _unwrap_for_grad: Callable[..., torch.Tensor] = torch._C._functorch._unwrap_for_
 _wrap_for_grad: Callable[..., torch.Tensor] = torch._C._functorch._wrap_for_grad
 
 
-class _BelowCurrentLevel:
-    """Context below the innermost transform, a `grad` or `jvp`, with derivatives enabled there.
+_GRAD, _JVP, _VMAP = (
+    kind.value for kind in (TransformType.Grad, TransformType.Jvp, TransformType.Vmap)
+)
+Modes = tuple[bool, bool]
+"""The grad mode, and whether tangents propagate."""
 
-    The equivalent of its interpreter's `lower()`, in a tenth of the time. A grad mode that is off
-    at the call, within the transform, is off at all levels, as for operations.
+
+class _BelowCurrentLevel:
+    """Context below the innermost transform, a `grad` or `jvp`, with the modes of its outside.
+
+    The equivalent of its interpreter's `lower()`, in a tenth of the time.
     """
 
-    __slots__ = ("_grad_mode", "_layer", "_modes")
+    __slots__ = ("_layer", "_modes", "_modes_below")
 
-    def __init__(self, grad_mode: bool) -> None:
-        self._grad_mode = grad_mode
+    def __init__(self, modes_below: Modes) -> None:
+        self._modes_below = modes_below
 
     def __enter__(self) -> None:
-        interpreter: Any = retrieve_current_functorch_interpreter()
-        is_grad, below = interpreter.key() == TransformType.Grad, interpreter._cptr
         self._modes = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
         self._layer = _pop_layer()
-        _set_grad_mode(self._grad_mode and (below.prevGradMode() if is_grad else True))
-        _set_forward_mode(True if is_grad else below.prevFwdGradMode())
+        grad_mode, forward_mode = self._modes_below
+        _set_grad_mode(grad_mode)
+        _set_forward_mode(forward_mode)
 
     def __exit__(self, *_: object) -> None:
         grad_mode, forward_mode = self._modes
         _set_forward_mode(forward_mode)
         _set_grad_mode(grad_mode)
         _push_layer(self._layer)
+
+
+def _modes_below(kind: int, pointer: Any) -> Modes:
+    """Return the modes below a `grad` or `jvp`, with derivatives enabled there.
+
+    A grad mode that is off at the call, within the transform, is off at all levels, as for
+    operations.
+    """
+    grad_mode = torch.is_grad_enabled()
+    if kind == _GRAD:
+        return grad_mode and pointer.prevGradMode(), True
+    return grad_mode, pointer.prevFwdGradMode()
 
 
 without_transforms = temporarily_clear_interpreter_stack
@@ -133,35 +155,59 @@ def _apply_now(function: type[torch.autograd.Function], args: Sequence[Any]) -> 
     unwrapped = [unwrap_if_dead(x) if isinstance(x, torch.Tensor) else x for x in args]
     duals = getattr(function, "duals", None)
     if not transforms_active():
-        if duals is not None and forward_ad._current_level >= 0:
+        if forward_ad._current_level >= 0:
             primals, tangents = _unpack_duals(unwrapped)
-            if any(t is not None for t in tangents):
+            if any(t is not None and is_legacy_batched(t) for t in tangents):
+                fail("a tangent", "a batch of torch.autograd.functional, with vectorize=True",
+                     "tangents must be plain tensors or batches of torch.func",
+                     "torch.func.jacfwd(f)(x), torch.func.hessian(f)(x)")  # fmt: skip
+            if duals is not None and any(t is not None for t in tangents):
                 return make_duals(*duals(0, primals, tangents))
         tracked = any([isinstance(x, torch.Tensor) and x.requires_grad for x in unwrapped])  # noqa: C419
         if not tracked and forward_ad._current_level < 0:
-            with torch.no_grad():
+            grad_mode = torch.is_grad_enabled()
+            _set_grad_mode(False)
+            try:
                 return function.forward(*unwrapped)
+            finally:
+                _set_grad_mode(grad_mode)
         return super(torch.autograd.Function, function).apply(*unwrapped)  # type: ignore[misc]
-    interpreter: Any = retrieve_current_functorch_interpreter()
-    if interpreter.key() not in (TransformType.Grad, TransformType.Jvp):
+    interpreter: Any = _innermost_transform()
+    kind, level = interpreter.key().value, interpreter.level()
+    is_outside = not any([_has_level(x, level) for x in unwrapped])  # noqa: C419 - one frame
+    if kind not in (_GRAD, _JVP):
         needs_batch = getattr(function, "needs_batch", None)
-        if needs_batch is not None and interpreter.key() == TransformType.Vmap:
-            level = interpreter.level()
-            if needs_batch(level, *unwrapped) and not any(_has_level(x, level) for x in unwrapped):
-                unwrapped[-1] = _repeated(unwrapped[-1], interpreter.batch_size(), level)
+        if kind == _VMAP and is_outside and needs_batch and needs_batch(level, *unwrapped):
+            size = CVmapInterpreterPtr(interpreter).batchSize()
+            unwrapped[-1] = _repeated(unwrapped[-1], size, level)
         return custom_function_call(function, *unwrapped)
-    lift = interpreter._cptr.lift
+    pointer: Any = (CGradInterpreterPtr if kind == _GRAD else CJvpInterpreterPtr)(interpreter)
+    modes = _modes_below(kind, pointer)
+    if is_outside:
+        return _run_below(function, level, modes, unwrapped)
+    lift = pointer.lift
     lifted = [lift(x) if isinstance(x, torch.Tensor) else x for x in unwrapped]
-    if duals is not None and interpreter.key() == TransformType.Jvp:
+    if duals is not None and kind == _JVP:
         primals, tangents = _unpack_duals(lifted)
         if any(t is not None for t in tangents):
-            return make_duals(*_duals_below(duals, interpreter.level(), primals, tangents))
+            return make_duals(*_duals_below(duals, level, modes, primals, tangents))
     allowed = _single_level_allowed()
     _allow_single_level(True)
     try:
-        return _at_level(function, interpreter.level(), torch.is_grad_enabled()).apply(*lifted)
+        return _at_level(function, level, modes).apply(*lifted)
     finally:
         _allow_single_level(allowed)
+
+
+def _run_below(
+    function: type[torch.autograd.Function], level: int, modes: Modes, args: Sequence[Any]
+) -> Any:
+    """Return the results of a function a level below, as wrapped tensors of the level."""
+    with _BelowCurrentLevel(modes):
+        outputs = apply_function(function, *args)
+    if isinstance(outputs, torch.Tensor):
+        return _wrap_for_grad(outputs, level)
+    return tuple([_wrap_for_grad(y, level) for y in outputs])
 
 
 def primal_of(x: torch.Tensor) -> torch.Tensor:
@@ -171,7 +217,12 @@ def primal_of(x: torch.Tensor) -> torch.Tensor:
 
 def _unpack_duals(args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """Return arguments without their tangents of the innermost level, and these, None without."""
-    pairs = [forward_ad.unpack_dual(x) if isinstance(x, torch.Tensor) else (x, None) for x in args]
+    pairs = [
+        forward_ad.unpack_dual(x)
+        if isinstance(x, torch.Tensor) and not is_legacy_batched(x)
+        else (x, None)
+        for x in args
+    ]
     return [x for x, _ in pairs], [t for _, t in pairs]
 
 
@@ -199,14 +250,18 @@ def make_duals(ys: Sequence[Any], tangents: Sequence[Any]) -> Any:
 
 
 def _duals_below(
-    duals: Callable[..., Any], level: int, primals: Sequence[Any], tangents: Sequence[Any]
+    duals: Callable[..., Any],
+    level: int,
+    modes: Modes,
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
 ) -> tuple[list[Any], list[Any]]:
     """Return the outputs of a level and their tangents, which are computed a level below."""
 
     def unwrapped(xs: Sequence[Any]) -> list[Any]:
         return [_unwrap_for_grad(x, level) if isinstance(x, torch.Tensor) else x for x in xs]
 
-    with _BelowCurrentLevel(torch.is_grad_enabled()):
+    with _BelowCurrentLevel(modes):
         results = duals(level, unwrapped(primals), unwrapped(tangents))
     ys, ts = (
         [_wrap_for_grad(x, level) if isinstance(x, torch.Tensor) else x for x in xs]
@@ -249,20 +304,16 @@ def run_with_tangents(
 
 
 @lru_cache(maxsize=1024)
-def _at_level(function: type[torch.autograd.Function], level: int, grad_mode: bool) -> Any:
+def _at_level(function: type[torch.autograd.Function], level: int, modes: Modes) -> Any:
     """Return the function of tensors of a level of `grad` or `jvp`, which calls it a level below.
 
     The equivalent of `torch._functorch.autograd_function.generate_single_level_function`, for flat
-    arguments and for calls in one grad mode.
+    arguments and for calls with these modes below.
     """
 
     def forward(*args: Any) -> Any:
         unwrapped = [_unwrap_for_grad(x, level) if isinstance(x, torch.Tensor) else x for x in args]
-        with _BelowCurrentLevel(grad_mode):
-            outputs = apply_function(function, *unwrapped)
-        if isinstance(outputs, torch.Tensor):
-            return _wrap_for_grad(outputs, level)
-        return tuple([_wrap_for_grad(y, level) for y in outputs])
+        return _run_below(function, level, modes, unwrapped)
 
     members: dict[str, Callable[..., Any]] = {
         "forward": forward, "setup_context": function.setup_context,

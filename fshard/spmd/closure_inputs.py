@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from types import FunctionType, MethodType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, NoneType
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -281,7 +281,7 @@ def _reachable_tensors(fn: Callable[..., Any]) -> Iterator[torch.Tensor]:
     alive: list[Any] = []  # keeps ids unique
     while todo:
         value = todo.pop()
-        if id(value) in seen:
+        if type(value) in _HOLDS_NOTHING or id(value) in seen:
             continue
         seen.add(id(value))
         alive.append(value)
@@ -301,6 +301,9 @@ def _reachable_tensors(fn: Callable[..., Any]) -> Iterator[torch.Tensor]:
         else:
             leaves, _ = flatten(value)
             todo += [leaf for leaf in leaves if leaf is not value]
+
+
+_HOLDS_NOTHING = {NoneType, bool, int, float, str, type, ModuleType, BuiltinFunctionType}
 
 
 def _function_values(fn: FunctionType) -> list[Any]:

@@ -7,11 +7,13 @@ measurements, such as `mapped_calls`, print these alone.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import sys
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from torch.nn import functional
 
 import fshard as fs
 from fshard import Mesh, P
+from tests.benchmarks.bench_redistribute import M_MMAP_THRESHOLD, status
 from tests.helpers.gloo.harness import run_ranks
 
 MESH = Mesh(i=2)
@@ -150,30 +153,54 @@ def graphs_of_ten_sizes() -> Counts:
     return counts
 
 
+def gradient_calls(ranks: int, rows: int, width: int) -> dict[str, Callable[[], Any]]:
+    """Return gradients of three layers on simulated ranks, by `backward()` and by `torch.func`."""
+    x = torch.randn(rows, width)
+    weights = [torch.randn(width, width) / 16 for _ in range(3)]
+
+    def body(x: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
+        for w in weights:
+            x = torch.tanh(x @ w)
+        y: torch.Tensor = fs.psum(x.square().sum(), "i")
+        return y
+
+    f = fs.shard_map(body, mesh=Mesh(i=ranks), in_specs=(P("i"), P()), out_specs=P())
+
+    def loss(weights: list[torch.Tensor]) -> torch.Tensor:
+        y: torch.Tensor = f(x, weights)
+        return y
+
+    def by_backward() -> None:
+        loss([w.clone().requires_grad_() for w in weights]).backward()
+
+    return {
+        "backward()": by_backward,
+        "torch.func.grad": lambda: torch.func.grad(loss)(weights),
+        "jvp of grad": lambda: torch.func.jvp(torch.func.grad(loss), (weights,), (weights,)),
+    }
+
+
 def gradients() -> Times:
-    """Return the times of gradients of three layers by `backward()` and by `torch.func.grad`."""
-    times: Times = {}
-    for name, mesh, size in (("8 ranks, 16 rows", Mesh(i=8), 16), ("2 ranks", Mesh(i=2), 2048)):
-        x = torch.randn(size, 16 if size < 99 else 256)
-        weights = [torch.randn(x.shape[1], x.shape[1]) / 16 for _ in range(3)]
+    """Return the times of gradients of three layers."""
+    sizes = {"8 ranks, 16 rows": (8, 16, 16), "2 ranks": (2, 2048, 256)}
+    return {
+        f"{name}, {kind}": first_and_best(call, 60)
+        for name, size in sizes.items()
+        for kind, call in gradient_calls(*size).items()
+    }
 
-        def body(x: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
-            for w in weights:
-                x = torch.tanh(x @ w)
-            y: torch.Tensor = fs.psum(x.square().sum(), "i")
-            return y
 
-        f = fs.shard_map(body, mesh=mesh, in_specs=(P("i"), P()), out_specs=P())
-
-        def by_backward(f: Any = f, x: Any = x, weights: Any = weights) -> None:
-            f(x, [w.clone().requires_grad_() for w in weights]).backward()
-
-        def by_func(f: Any = f, x: Any = x, weights: Any = weights) -> None:
-            torch.func.grad(lambda weights: f(x, weights))(weights)
-
-        times[f"{name}, backward()"] = first_and_best(by_backward, 60)
-        times[f"{name}, torch.func.grad"] = first_and_best(by_func, 60)
-    return times
+def held_bytes() -> dict[str, float]:
+    """Return the growth of the resident set in a gradient, in activations of 32 MiB."""
+    ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, 1 << 16)  # free memory is returned at once
+    growth = {}
+    for name, call in gradient_calls(2, 16384, 512).items():
+        call()
+        Path("/proc/self/clear_refs").write_text("5")
+        before = status("VmRSS")
+        call()
+        growth[name] = (status("VmHWM") - before) / 2**25
+    return growth
 
 
 def run(measure: Callable[[], Any]) -> Any:
@@ -209,6 +236,9 @@ def main() -> None:
             print_(measure.__name__, run_ranks(2, run, measure, timeout=500)[0])
     if gradients.__name__ in names:
         show("gradients, simulated", gradients())
+    print(f"{'peak memory of the recorded graph':34} {'activations':>10}")
+    for name, activations in held_bytes().items():
+        print(f"  {name:32} {activations:10.1f}")
 
 
 if __name__ == "__main__":

@@ -6,11 +6,25 @@ samples is the gradient for a varying copy.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, jacrev, jvp, stack_module_state, vjp, vmap
+from torch.autograd import functional as autograd_functional
+from torch.func import (
+    functional_call,
+    grad,
+    hessian,
+    jacfwd,
+    jacrev,
+    jvp,
+    stack_module_state,
+    vjp,
+    vmap,
+)
 from torch.nn import functional
 
 import fshard as fs
@@ -102,3 +116,114 @@ def test_neural_tangent_kernels_of_sharded_images() -> None:
             in_specs=(P("x"), P()), out_specs=P("x"),
         )  # fmt: skip
         close(mapped(IMAGES, IMAGES[:2]), expected)
+
+
+# -- around a model whose features are sharded ----------------------------------------------------
+
+
+def predict(weight: Tensor, bias: Tensor, x: Tensor) -> Tensor:
+    return functional.linear(x, weight, bias).tanh()
+
+
+def mapped_predict(weight: Tensor, bias: Tensor, x: Tensor) -> Tensor:
+    features = P(*[None] * (x.ndim - 1), "x")
+    specs = P("x"), P("x"), P()
+    mapped = fs.shard_map(predict, mesh=MESH, in_specs=specs, out_specs=features)
+    result: Tensor = mapped(weight, bias, x)
+    return result
+
+
+D = 4
+ROWS = torch.randn(3, D, dtype=torch.float64)
+WEIGHT, BIAS, ROW = torch.randn(D, D, dtype=torch.float64), ROWS[1].cos(), ROWS[0]
+ARGS = WEIGHT, BIAS, ROW
+PREDICTIONS: dict[str, Callable[..., Tensor]] = {
+    "mapped": mapped_predict,
+    "partition": fs.partition(predict, mesh=MESH, in_specs=(P("x"), P("x"), P())),
+}
+
+
+def by_rows(f: Any) -> Tensor:
+    x = ROW.clone().requires_grad_()
+    y = f(WEIGHT, BIAS, x)
+    eye = torch.eye(D, dtype=y.dtype)
+    return torch.stack([torch.autograd.grad(y, x, row, retain_graph=True)[0] for row in eye])
+
+
+def scalar(f: Any) -> Callable[[Tensor], Tensor]:
+    return lambda x: f(WEIGHT, BIAS, x).sin().sum()
+
+
+JACOBIANS: dict[str, Callable[[Any], Any]] = {
+    "rows": by_rows,
+    "vmap of vjp": lambda f: vmap(vjp(partial(f, WEIGHT, BIAS), ROW)[1])(torch.eye(D).double()),
+    "jacrev": lambda f: jacrev(f, (0, 1))(*ARGS),
+    "jacfwd": lambda f: jacfwd(f, (0, 1, 2))(*ARGS),
+    "hessian": lambda f: hessian(f, (0, 1, 2))(*ARGS),
+    "jacfwd of jacfwd": lambda f: jacfwd(jacfwd(f, 2), 2)(*ARGS),
+    "jacrev of jacrev": lambda f: jacrev(jacrev(f, 2), 2)(*ARGS),
+    "summed batch": lambda f: jacrev(lambda x: f(WEIGHT, BIAS, x).sum(0))(ROWS).movedim(1, 0),
+    "batch": lambda f: vmap(jacrev(f, 2, chunk_size=2), (None, None, 0))(WEIGHT, BIAS, ROWS),
+    "batch of hessians": lambda f: vmap(hessian(f, 2), (None, None, 0))(WEIGHT, BIAS, ROWS),
+    "batch of hvp": lambda f: vmap(lambda t: jvp(grad(scalar(f)), (ROW,), (t,))[1])(ROWS),
+    "hvp by vjp": lambda f: vjp(grad(scalar(f)), ROW)[1](ROWS[1]),
+    "jacrev with values": lambda f: jacrev(lambda x: (f(WEIGHT, BIAS, x),) * 2, has_aux=True)(ROW),
+    "vhp": lambda f: autograd_functional.vhp(scalar(f), ROW, ROWS[1]),
+    "hvp": lambda f: autograd_functional.hvp(scalar(f), ROW, ROWS[1]),
+    "vectorized": lambda f: autograd_functional.hessian(scalar(f), ROW, vectorize=True),
+}
+
+
+@pytest.mark.parametrize("place", PREDICTIONS)
+@pytest.mark.parametrize("name", JACOBIANS)
+def test_jacobians_of_sharded_features(name: str, place: str) -> None:
+    close(JACOBIANS[name](PREDICTIONS[place]), JACOBIANS[name](predict))
+
+
+@pytest.mark.parametrize("place", PREDICTIONS)
+def test_batches_of_tangents_of_the_older_vmap_are_refused(place: str) -> None:
+    f, forward = scalar(PREDICTIONS[place]), "forward-mode"
+    for run in (
+        lambda: autograd_functional.jacobian(f, ROW, vectorize=True, strategy=forward),
+        lambda: autograd_functional.hessian(
+            f, ROW, vectorize=True, outer_jacobian_strategy=forward
+        ),
+    ):
+        with pytest.raises(fs.ShardingError, match=r"torch.func.jacfwd\(f\)\(x\)"):
+            run()
+
+
+def classify(params: Any, x: Tensor) -> Tensor:
+    logits: Tensor = functional_call(NETS[0], params, (x,))
+    return logits
+
+
+CLASSES = {name: P("x") if name.startswith("fc") else P() for name in PARAMS}
+CLASSIFIERS: dict[str, Callable[..., Tensor]] = {
+    "mapped": fs.shard_map(
+        lambda params, x: functional_call(NETS[0], params, (x,)),
+        mesh=MESH, in_specs=(CLASSES, P()), out_specs=P(None, "x"),
+    ),
+    "partition": fs.partition(classify, mesh=MESH, in_specs=(CLASSES, P())),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("place", CLASSIFIERS)
+def test_transforms_around_sharded_classifiers(place: str) -> None:
+    params, _ = stack_module_state(NETS)  # type: ignore[arg-type]
+    ensemble = {name: p.detach() for name, p in params.items()}
+
+    def results(f: Any) -> list[Any]:
+        one = lambda p, x: f(p, x[None])[0]  # noqa: E731
+        loss = lambda p, x, y: functional.cross_entropy(one(p, x), y)  # noqa: E731
+        total = lambda p: functional.cross_entropy(f(p, IMAGES), LABELS)  # noqa: E731
+        return [
+            vmap(grad(loss), (None, 0, 0))(PARAMS, IMAGES, LABELS),
+            vmap(f, (0, None))(ensemble, IMAGES),
+            vmap(grad(total))(ensemble),
+            jvp(grad(total), (PARAMS,), (PARAMS,)),
+            tangent_kernel(one, PARAMS, IMAGES, IMAGES[:2]),
+            kernel_by_products(one, PARAMS, IMAGES[:2], IMAGES[:2]),
+        ]
+
+    close(results(CLASSIFIERS[place]), results(classify))
