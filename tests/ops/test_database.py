@@ -108,6 +108,54 @@ def test_every_sharded_dim_ends(part: int) -> None:
                 assert try_layout(case, specs).word != "wrong"
 
 
+# -- statistics ---------------------------------------------------------------------------
+
+REDUCED = {
+    *(f"nn.functional.{kind}_norm" for kind in ("batch", "group", "instance", "layer", "rms")),
+    "native_layer_norm", "native_batch_norm", "_native_batch_norm_legit", "var", "var_mean", "std",
+    "std_mean", "softmax", "log_softmax", "nn.functional.cross_entropy",
+}  # fmt: skip
+SLOW = fs.Topology.of({"x": fs.Link(latency=1e-7, bandwidth=1e6)})
+"""Bytes cost more than launches, so that samples are not gathered."""
+
+
+def check_every_dim(op: Any, samples: int) -> None:
+    """Compare values and gradients in float64 with each dim of each tensor sharded unevenly."""
+    mesh = fs.Mesh(x=3)
+    for case in (case for case in cases(op, samples, torch.float64) if not case.reason):
+
+        def run(*tensors: torch.Tensor, case: Any = case) -> Any:
+            both = zip(tensors, case.has_gradient, strict=True)
+            return case.function([x.clone() if grad else x.detach().clone() for x, grad in both])
+
+        for index, tensor in enumerate(case.tensors):
+            for dim in (dim for dim, size in enumerate(tensor.shape) if size > 1):
+                partition = fs.P(*[None] * dim, "x")
+                specs = tuple(
+                    fs.Spec(mesh, partition if i == index else fs.P(), shape=x.shape,
+                            dtype=x.dtype, uneven="chunk")
+                    for i, x in enumerate(case.tensors)
+                )  # fmt: skip
+                part = fs.partition(run, mesh=mesh, in_specs=specs, topology=SLOW)
+                pairs = tuple(map(fs.shard, case.tensors, specs))
+                fs.testing.assert_like_one_device(part, run, pairs, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", sorted(REDUCED))
+def test_statistics_over_every_sharded_dim_equal_one_device(name: str) -> None:
+    """Norms, variances and softmaxes are decomposed: one sample of each."""
+    check_every_dim(next(op for op in op_db if info_name(op) == name), 1)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", sorted(REDUCED))
+def test_statistics_of_all_samples(name: str) -> None:
+    for op in op_db:
+        if op.name == name:
+            check_every_dim(op, 12)
+
+
 # -- the comparison itself ----------------------------------------------------------------
 
 

@@ -224,6 +224,23 @@ def _decomposed_cross_entropy(
     return _of_labels(shifted, target, weight, reduction, ignore_index, label_smoothing, class_dim)
 
 
+class _LogSum(torch.autograd.Function):
+    """Logarithm of a sum of exponentials of values up to zero, which saves only these values."""
+
+    @staticmethod
+    def forward(x: Tensor, dim: int) -> Tensor:
+        return x.exp().sum(dim, keepdim=True).log()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[0], output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        x, total = ctx.saved_tensors
+        return grad * (x - total).exp(), None
+
+
 def _of_probabilities(
     x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, smoothing: float,
     class_dim: int,
@@ -232,7 +249,7 @@ def _of_probabilities(
 
     Sums over a rank's classes and invariant values are reduced separately, as scalars.
     """
-    total = x.exp().sum(class_dim, keepdim=True).log()
+    total: Tensor = _LogSum.apply(x, class_dim)  # type: ignore[no-untyped-call]
     if smoothing:
         target = target * (1 - smoothing) + smoothing / x.shape[class_dim]
     if weight is not None:
@@ -247,7 +264,7 @@ def _of_labels(
     smoothing: float, class_dim: int,
 ) -> Tensor:  # fmt: skip
     """Return the loss for labels, as `_of_probabilities` with a lookup."""
-    total = x.exp().sum(class_dim, keepdim=True).log()
+    total: Tensor = _LogSum.apply(x, class_dim)  # type: ignore[no-untyped-call]
     entropy = total.squeeze(class_dim) * _weights_of(target, weight, ignored, x.dtype)
     lookup: Tensor = aten.nll_loss_nd(x, target, weight, reduction, ignored)
     loss = entropy + lookup if reduction == NONE else entropy.sum() + lookup

@@ -170,3 +170,50 @@ def test_tangents(name: str) -> None:
     part = fs.partition(norm, mesh=MESH, in_specs=spec, topology=SLOW)
     results = [torch.func.jvp(f, (x,), (t,)) for f in (part, norm)]
     torch.testing.assert_close(*results, rtol=1e-10, atol=1e-10)
+
+
+# -- softmaxes ---------------------------------------------------------------------------------
+
+SOFTMAXES: dict[str, Callable[..., Any]] = {
+    "softmax": lambda x: torch.softmax(x, 1),
+    "log_softmax": lambda x: torch.log_softmax(x, 1),
+    "safe_softmax": lambda x: torch.ops.aten._safe_softmax.default(x, 1),
+    "logsumexp": lambda x: torch.logsumexp(x, 1),
+    "cross_entropy": lambda x: F.cross_entropy(x, torch.full((x.shape[0],), 7), reduction="none"),
+    "cross_entropy, smoothed": lambda x: F.cross_entropy(
+        x, torch.full((x.shape[0],), 7), label_smoothing=0.1, reduction="none"
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("scale", [1.0, 1e4])
+@pytest.mark.parametrize("name", SOFTMAXES)
+def test_softmaxes_of_large_logits(name: str, scale: float, dtype: torch.dtype) -> None:
+    """One row has logits of minus infinity, and one no others."""
+    norm, generator = SOFTMAXES[name], torch.Generator().manual_seed(4)
+    x = (torch.randn(6, 24, generator=generator, dtype=torch.float64) * scale).to(dtype)
+    x[1, 3:6] = x[1, 20:] = x[2] = -torch.inf
+    if name == "cross_entropy, smoothed":
+        x[1] = 0.0  # infinite otherwise
+    if name == "logsumexp":
+        x[2] = 0.0  # the gradient for no terms is zero here, and NaN on one device
+    leaves = [x.clone().requires_grad_() for _ in range(2)]
+    part = fs.partition(norm, mesh=MESH, in_specs=pair_of(x, 1, (15, 9, 0)).spec, topology=SLOW)
+    assert part.trace(leaves[0]).cost().bytes_sent <= 6 * len(x) * x.itemsize  # reduced rows alone
+    results = [f(leaf) for f, leaf in zip((part, norm), leaves, strict=True)]
+    cotangent = torch.linspace(-3, 2, results[0].numel(), dtype=dtype).sin()
+    grads = [
+        torch.autograd.grad(y, leaf, cotangent.view_as(y))[0]
+        for y, leaf in zip(results, leaves, strict=True)
+    ]
+    tolerance = 1e-10 if dtype == torch.float64 else 1e-5
+    for pair in (results, grads):
+        torch.testing.assert_close(*pair, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", [name for name in SOFTMAXES if "smoothed" not in name])
+def test_softmaxes_keep_as_much_as_one_device(name: str) -> None:
+    x = torch.randn(16, 192, requires_grad=True)
+    part = fs.partition(SOFTMAXES[name], mesh=MESH, in_specs=P(None, "h"), topology=SLOW)
+    assert part.trace(x).saved_bytes().total <= 1.2 * x.nbytes / MESH.size
