@@ -64,7 +64,7 @@ def test_unet_sends_halos_and_reductions(sizes: Any) -> None:
     spec = Spec(MESH, SPATIAL, shape=x.shape, dtype=F64, sizes=sizes)
     call = check_model(unet(), x, spec)
     sharded, results = spatial(call, 2)
-    assert sharded == results > 30
+    assert sharded == results > 25
     steps = sent_by(call)
     assert steps.keys() <= {"HaloExchange", "AllReduce", "Exchange"}
     # Tensors of other shard sizes are aligned before they are joined.
