@@ -6,6 +6,7 @@ second run is then part of the recorded graph, which `torch.autograd.grad` diffe
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -55,6 +56,24 @@ class _CheckpointFunction:
         return checkpoint.checkpoint(
             fn, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state
         )
+
+
+_GRAPH_IDS = itertools.count()
+
+
+def contexts_in_graph(contexts: Callable[[], Any]) -> Callable[[], Any]:
+    """Return a `context_fn` whose policy may tag operations of a graph of `torch.compile`.
+
+    The tags of one checkpointed call have one number, which the compiler else gives itself.
+    """
+
+    def numbered() -> Any:
+        first, second = contexts()
+        if hasattr(first, "ac_graph_id"):  # of a selective policy
+            first.ac_graph_id = next(_GRAPH_IDS)
+        return first, second
+
+    return numbered
 
 
 @contextmanager

@@ -23,7 +23,8 @@ from torch.utils._pytree import (
 )
 
 __all__ = [
-    "PytreeNode", "call_in_graph", "call_while_tracing", "compiler_of",
+    "PytreeNode", "call_in_graph", "call_while_tracing", "compiled_functions_inlined",
+    "compiler_of",
     "graph_constant", "last_graph_of", "one_node",
     "register_pytree_node", "registered_node", "run_uncompiled", "skip_frame", "skip_frames_below",
     "tree_flatten", "tree_map", "tree_unflatten", "without_compiler",
@@ -114,7 +115,7 @@ _STANCE_LOCK = threading.Lock()
 
 @contextmanager
 def without_compiler() -> Iterator[None]:
-    """Run compiled functions uncompiled in the block, in all threads."""
+    """Run compiled functions, and the branches of `torch.cond`, uncompiled in all threads."""
     eval_frame: Any = sys.modules.get("torch._dynamo.eval_frame")
     if eval_frame is None:  # nothing is compiled yet
         yield
@@ -122,6 +123,7 @@ def without_compiler() -> Iterator[None]:
     with _STANCE_LOCK:
         _STANCES.append(eval_frame._stance)
         eval_frame._stance = eval_frame.DynamoStance("force_eager")
+        vars(_COND)["cond_op"] = _branch
     try:
         yield
     finally:
@@ -129,7 +131,30 @@ def without_compiler() -> Iterator[None]:
             first = _STANCES[0]
             _STANCES.pop()
             if not _STANCES:
-                eval_frame._stance = first
+                eval_frame._stance, vars(_COND)["cond_op"] = first, _COND_OP
+
+
+_COND = sys.modules["torch._higher_order_ops.cond"]
+_COND_OP = vars(_COND)["cond_op"]
+
+
+def _branch(pred: Any, true_fn: Any, false_fn: Any, operands: Any) -> Any:
+    """Return a branch of `torch.cond`, whose own gradient is for branches that are compiled."""
+    if torch.compiler.is_compiling():
+        return _COND_OP(pred, true_fn, false_fn, operands)
+    return (true_fn if pred else false_fn)(*operands)
+
+
+@contextmanager
+def compiled_functions_inlined() -> Iterator[None]:
+    """Trace compiled functions in the block as the functions that they were compiled from."""
+    config: Any = sys.modules.get("torch._dynamo.config")
+    with without_compiler():
+        if config is None:  # nothing is compiled yet
+            yield
+        else:
+            with config.patch(error_on_nested_fx_trace=False):
+                yield
 
 
 def last_graph_of() -> int | None:

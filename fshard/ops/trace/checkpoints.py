@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import checkpoint
 
-from fshard._torch.checkpointing import RECOMPUTE
+from fshard._torch.checkpointing import RECOMPUTE, contexts_in_graph
 from fshard._torch.functorch import is_transformed
 
 
@@ -46,7 +46,10 @@ class CheckpointedCall:
         """Return `fn(*args)`, checkpointed; transforms of `torch.func` keep what they save."""
         if is_transformed():
             return fn(*args)
-        return checkpoint(fn, *args, use_reentrant=False, **vars(self))
+        options = {**vars(self)}
+        if torch.compiler.is_compiling():
+            options["context_fn"] = contexts_in_graph(self.context_fn)
+        return checkpoint(fn, *args, use_reentrant=False, **options)
 
 
 @dataclass(frozen=True, eq=False)

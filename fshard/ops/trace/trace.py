@@ -21,6 +21,7 @@ from torch import fx
 
 from fshard._torch.autograd_state import is_any_autocast_enabled
 from fshard._torch.checkpointing import checkpoint_form
+from fshard._torch.dynamo import compiled_functions_inlined
 from fshard._torch.fake_tensors import (
     FAKE_TENSOR_LOGGER,
     DataDependentOutputException,
@@ -223,7 +224,7 @@ def _trace(
     symbolic = SymbolicNumbers(numbers) if numbers else None
     symbols, env = (symbolic.symbols, symbolic.env) if symbolic else ((), None)
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
-    with fake_mode, _deeper(), without_fake_tensor_logs():
+    with fake_mode, _deeper(), without_fake_tensor_logs(), compiled_functions_inlined():
         fakes = [torch.empty(meta.shape, dtype=meta.dtype, device=device)
                  for meta, device in itertools.zip_longest(metas, devices)]  # fmt: skip
         if not above:
@@ -244,6 +245,7 @@ def _trace(
                 _check_shapes(fakes, metas, where)
                 lost, tracked = check_writes(graph, grad=torch.is_grad_enabled())
                 graph, written = functional(graph, fakes, symbols, above=above)
+                _check_functional(graph, where)
         except ShardingError:
             raise
         except Exception as error:  # noqa: BLE001 - it is the user's function that ran
@@ -292,6 +294,16 @@ def _check_shapes(fakes: Sequence[torch.Tensor], metas: Sequence[Meta], where: s
             fail(where, f"argument {index} of shape {tuple(meta.shape)} becomes one of "
                  f"{tuple(fake.shape)}", "an argument that is written must keep its shape",
                  "return the new tensor: x.t() in place of x.t_()")  # fmt: skip
+
+
+def _check_functional(graph: fx.GraphModule, where: str) -> None:
+    """Raise `ShardingError` for an operation of `torch.library` that writes its arguments."""
+    for node in graph.graph.nodes:
+        if getattr(node.target, "__name__", "") == "auto_functionalized_v2":
+            fail(where, f"{node.args[0]}, an operation of torch.library that writes its arguments",
+                 "an operation with a sharding rule must return its results as new tensors",
+                 "a custom_op with mutates_args=(); or the call in a fs.shard_map within the "
+                 "function, whose body runs on locals")  # fmt: skip
 
 
 def _check_constants(graph: fx.GraphModule, where: str) -> None:

@@ -26,6 +26,7 @@ from fshard._torch.dynamo import (
 )
 from fshard._torch.fake_tensors import is_recording_below_autograd
 from fshard._torch.symbolic_numbers import has_symbolic_sizes
+from fshard._util.errors import ShardingError
 from fshard.run.transports.base import current_transport, is_simulated
 
 Arguments = ParamSpec("Arguments")
@@ -55,7 +56,11 @@ def graph_node(
         args, kwargs = tree_map(_unwrap, (args, kwargs))
         if not symbolic:
             args, kwargs = tree_map(with_integer_sizes, (args, kwargs))
-        return tree_map(_wrap, fn(*args, **kwargs))
+        try:
+            return tree_map(_wrap, fn(*args, **kwargs))
+        except ShardingError as error:  # for which the tracer has a text of its own
+            warnings.warn(f"no graph of torch.compile has this call:\n{error}", stacklevel=2)
+            raise
 
     run.__name__ = fn.__name__
     created: list[Callable[[Any, Any], Any]] = []  # on a rank, the function as the tracer takes it

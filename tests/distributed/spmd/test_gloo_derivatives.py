@@ -18,7 +18,10 @@ from tests.helpers.spmd.transform_cases import (
     GRID_CASES,
     GRID_SPECS,
     TRANSFORMS,
+    calls_of_rank,
+    calls_on,
     close,
+    dense_call,
 )  # fmt: skip
 
 Rows = Iterator[tuple[str, Callable[[], Any], Callable[[], Any]]]
@@ -35,6 +38,17 @@ def transforms() -> Rows:
         mapped = fs.shard_map(body, mesh=GRID, in_specs=GRID_SPECS, out_specs=out)
         for transform, run in TRANSFORMS.items():
             yield f"{transform} of {name}", lambda: run(mapped), lambda: run(dense)  # noqa: B023
+
+
+FEW = "vjp", "jvp", "vmap of vmap", "jacfwd", "hessian", "vmap of grad", "dual_level"
+"""Transforms of calls of pairs, programs and collectives; on two ranks all are tested."""
+
+
+def calls(mesh: Mesh) -> Rows:
+    for name, call in {**calls_on(mesh), **calls_of_rank(mesh)}.items():
+        for transform in FEW:
+            run = TRANSFORMS[transform]
+            yield f"{transform} of {name}", lambda: run(call), lambda: run(dense_call)  # noqa: B023
 
 
 def differing(rows: Rows) -> dict[str, str]:
@@ -57,7 +71,8 @@ def on_two_ranks() -> list[dict[str, str]]:
 def on_four_ranks() -> list[dict[str, str]]:
     fs.init(GRID)
     line = GRID.flatten(("x", "y"), "x")
-    return [differing(programs(line, "mapped")), differing(transforms())]
+    rows = programs(line, "mapped"), transforms(), calls(line)
+    return list(map(differing, rows))
 
 
 def test_programs_on_two_processes() -> None:
@@ -65,4 +80,4 @@ def test_programs_on_two_processes() -> None:
 
 
 def test_programs_and_transforms_on_four_processes() -> None:
-    assert run_ranks(4, on_four_ranks, timeout=120) == [[{}, {}]] * 4
+    assert run_ranks(4, on_four_ranks, timeout=120) == [[{}, {}, {}]] * 4

@@ -10,7 +10,15 @@ import pytest
 import fshard as fs
 from fshard import P
 from tests.helpers.gloo.harness import run_ranks
-from tests.helpers.spmd.transform_cases import CALLS, CASES, MESH, TRANSFORMS, close, dense_call
+from tests.helpers.spmd.transform_cases import (
+    CALLS,
+    CASES,
+    MESH,
+    TRANSFORMS,
+    calls_of_rank,
+    close,
+    dense_call,
+)
 
 
 def differing(check: bool) -> dict[str, str]:
@@ -23,7 +31,8 @@ def differing(check: bool) -> dict[str, str]:
         for name, (body, out, _) in CASES.items()
     }
     calls = {name: (mapped[name], case.dense) for name, case in CASES.items()}
-    calls |= {name: (call, dense_call) for name, call in CALLS.items()} if check else {}
+    others = {**CALLS, **calls_of_rank(MESH)} if check else {}
+    calls |= {name: (call, dense_call) for name, call in others.items()}
     for name, (call, dense) in calls.items():
         for transform, run in TRANSFORMS.items():
             try:

@@ -186,18 +186,37 @@ def dense_call(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return torch.tanh(x @ w).cumsum(0)
 
 
-def by_apply(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """Compute on pairs; the sum over ranks stays open until the pair is unsharded."""
-    product = fs.apply(torch.matmul, fs.shard(x, MESH, P("x")), fs.shard(w, MESH, P()))
-    y = fs.apply(torch.tanh, product)
-    return fs.unshard(fs.apply(torch.cumsum, fs.reshard(y, P(None)), 0))
+def calls_on(mesh: Mesh) -> dict[str, Fn]:
+    """Return calls on a mesh with an axis x that compute `dense_call`."""
+
+    def by_apply(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        """Compute on pairs; the sum over ranks stays open until the pair is unsharded."""
+        product = fs.apply(torch.matmul, fs.shard(x, mesh, P("x")), fs.shard(w, mesh, P()))
+        y = fs.apply(torch.tanh, product)
+        return fs.unshard(fs.apply(torch.cumsum, fs.reshard(y, P(None)), 0))
+
+    layouts = {"rows": (P("x"), P()), "columns": (P(), P(None, "x"))}
+    parts = {
+        f"partition {name}": fs.partition(dense_call, mesh=mesh, in_specs=specs)
+        for name, specs in layouts.items()
+    }
+    return {"apply": by_apply, **parts}
 
 
-CALLS: dict[str, Fn] = {
-    "apply": by_apply,
-    **{
-        f"partition {name}": fs.partition(dense_call, mesh=MESH, in_specs=specs)
-        for name, specs in {"rows": (P("x"), P()), "columns": (P(), P(None, "x"))}.items()
-    },
-}
-"""Calls on the mesh that compute `dense_call`."""
+CALLS = calls_on(MESH)
+
+
+def calls_of_rank(mesh: Mesh) -> dict[str, Fn]:
+    """Return calls of one rank that compute `dense_call`: of a program, and of collectives."""
+
+    def by_program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        pair = fs.shard(x, mesh, P("x"))
+        gather = fs.redistribute(pair.spec, pair.spec.replace(partition=P()))
+        return dense_call(gather(pair.local), w)
+
+    def by_collectives(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        local = fs.shard(x, mesh, P("x")).local @ fs.pcast(w, "x", to="varying", mesh=mesh)
+        y = fs.all_gather(local.tanh(), "x", tiled=True, to="invariant", mesh=mesh)
+        return y.cumsum(0)
+
+    return {"program": by_program, "collectives": by_collectives}

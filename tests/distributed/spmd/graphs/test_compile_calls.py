@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import fshard as fs
 from fshard import Mesh, P, Spec
@@ -94,9 +101,28 @@ def of_pairs_alone(check: bool) -> Callable[..., Any]:
     return around
 
 
+def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_kept = op is torch.ops.aten.mm.default
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.MUST_RECOMPUTE
+
+
+def of_checkpoints(check: bool) -> Callable[..., Any]:
+    """Call selective checkpoints in a mapped and in a partitioned function."""
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+
+    def body(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        run = lambda x, w: torch.tanh(x @ w).sin()  # noqa: E731
+        y: torch.Tensor = checkpoint(run, x, w, use_reentrant=False, context_fn=contexts)
+        return y
+
+    f = mapped(lambda x, w: body(x, fs.pcast(w, "i", to="varying")), "i", check=check)
+    part = fs.partition(body, mesh=MESH, in_specs=(P("i"), P()))
+    return lambda x, w: part(x.cos(), w) * f(x, w)
+
+
 CALLS = [of_globals, of_pairs, of_trees, of_closures]
 CASES = [(make, check) for make in CALLS for check in (True, False)]
-CASES += [(of_programs, False), (of_pairs_alone, False)]
+CASES += [(of_programs, False), (of_pairs_alone, False), (of_checkpoints, False)]
 
 
 def value_and_gradients(fn: Callable[..., Any]) -> list[torch.Tensor]:
@@ -193,12 +219,23 @@ def run_refused() -> list[str]:
         with pytest.raises(Exception, match="shard_map") as caught:
             torch.compile(mapped(body), backend="aot_eager")(X, W)
         texts.append(str(caught.value))
+    layer = torch.nn.Linear(4, 2, dtype=F64)
+    part = fs.partition(lambda x: layer(x).sin(), mesh=MESH, in_specs=P("i"))
+    with warnings.catch_warnings(record=True) as caught_warnings:
+        warnings.simplefilter("always")
+        with pytest.raises(Exception, match="nonstrict_trace"):
+            torch.compile(part, backend="eager", fullgraph=True)(X)
+        torch._dynamo.reset()
+        torch.testing.assert_close(torch.compile(part, backend="eager")(X), layer(X).sin())
+    texts.append("".join(str(w.message) for w in caught_warnings))
     return texts
 
 
 def test_errors_of_types_are_raised_while_tracing() -> None:
-    for unreduced, _ in run_ranks(2, run_refused):
+    for unreduced, _, closure in run_ranks(2, run_refused):
         assert "result: f64[2,2]{varying: i} with the out spec P()" in unreduced
+        assert "no graph of torch.compile has this call:\nfs.partition(<lambda>)" in closure
+        assert "given: a closure that requires grad, in a graph of torch.compile" in closure
 
 
 def run_broken() -> list[float]:
