@@ -236,3 +236,9 @@ def test_examples_in_partitioned_functions(name: str) -> None:
             derivatives(part, name)
     else:
         close(derivatives(part, name), expected)
+
+
+def test_a_mapped_function_in_a_partition_may_write_by_custom_operations() -> None:
+    specs: dict[str, Any] = {"mesh": MESH, "in_specs": (P("x"), P())}
+    f = fs.shard_map(written_by_numpy, out_specs=P("x"), **specs)
+    close(fs.partition(lambda x, w: f(x, w).sin(), **specs)(X, W), written_by_numpy(X, W).sin())
