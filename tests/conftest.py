@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +14,7 @@ from hypothesis import settings
 settings.register_profile("fshard", deadline=None, derandomize=True, max_examples=100)
 settings.load_profile("fshard")
 
-GROUPS = {"tests/distributed/": "gloo", "tests/repository/test_examples.py": "examples"}
-"""Tests that one worker runs, by the beginning of their ids."""
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -26,17 +27,24 @@ def frozen_heap() -> None:
     gc.freeze()
 
 
+@cache
+def uses_processes(path: str) -> bool:
+    """Return whether a file's tests run on real processes."""
+    return path.startswith("tests/distributed/") or "run_ranks" in (ROOT / path).read_text()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Run all tests on real processes on one worker, so that they share them; examples likewise.
+    """Run the tests of a file on one worker, which fills its caches, and files in their order.
 
-    Marks of xdist_group do not do it: xdist 3.8 writes them where pytest 9.2 does not look.
+    All tests on real processes run on the same worker, so that they share the processes.
     """
-    from xdist.scheduler import LoadGroupScheduling
+    from xdist.scheduler import LoadScopeScheduling
 
-    class ByProcesses(LoadGroupScheduling):
+    class ByProcesses(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            scope: str = super()._split_scope(nodeid)
-            return next((group for path, group in GROUPS.items() if nodeid.startswith(path)), scope)
+            path = nodeid.partition("::")[0]
+            return "processes" if uses_processes(path) else path
 
+    config.option.loadscopereorder = False  # the last files in their order are short
     return ByProcesses(config, log)

@@ -11,6 +11,7 @@ import tracemalloc
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+import pytest
 import torch
 
 from fshard.layout.mesh import Mesh
@@ -22,6 +23,7 @@ __all__ = [
     "all_specs",
     "global_of",
     "message",
+    "one_in",
     "ordered_placements",
     "pairing",
     "peak_memory_below",
@@ -80,6 +82,11 @@ def all_specs(
         Spec(mesh, partition, shape=shape, dtype=dtype, uneven=uneven)
         for partition in all_partitions(mesh.axes, len(shape), states, kind)
     ]
+
+
+def one_in(step: int) -> pytest.MarkDecorator:
+    """Parametrize `every`, the stride in which cases are run: `step`, and 1 of the slow test."""
+    return pytest.mark.parametrize("every", [step, pytest.param(1, marks=pytest.mark.slow)])
 
 
 def sample_pairs(specs: Sequence[Spec], count: int, seed: int = 0) -> list[tuple[Spec, Spec]]:

@@ -39,12 +39,14 @@ from tests.helpers.plans import (
     value_of,
 )
 from tests.helpers.reference import check
+from tests.helpers.spec_grid import one_in
 
 # -- options -------------------------------------------------------------------------------
 
 
-def test_objective_bytes_moves_least() -> None:
-    for src, dst in itertools.product(SMALL_SPECS, SMALL_SPECS):
+@one_in(2)
+def test_objective_bytes_moves_least(every: int) -> None:
+    for src, dst in itertools.product(SMALL_SPECS, SMALL_SPECS[::every]):
         fast, least = redistribute(src, dst), redistribute(src, dst, objective="bytes")
         assert max(least.cost().bytes_sent, least.cost().bytes_received) <= max(
             fast.cost().bytes_sent, fast.cost().bytes_received
@@ -52,9 +54,10 @@ def test_objective_bytes_moves_least() -> None:
         assert_right(least, src, dst)
 
 
-def test_objective_time_is_fastest_on_its_topology() -> None:
+@one_in(2)
+def test_objective_time_is_fastest_on_its_topology(every: int) -> None:
     slow = Topology.of({"x": Link(1e-4, 1e8)})
-    for src, dst in itertools.product(SMALL_SPECS, SMALL_SPECS):
+    for src, dst in itertools.product(SMALL_SPECS, SMALL_SPECS[::every]):
         ours, other = redistribute(src, dst, topology=slow), redistribute(src, dst)
         assert ours.cost().time <= other.cost(slow).time * (1 + 1e-9)
         assert_right(ours, src, dst)

@@ -98,7 +98,7 @@ def test_plans_without_exchange_on_two_axes(mesh: Mesh) -> None:
 
 @pytest.mark.parametrize("mesh", THREE_AXES, ids=str)
 def test_some_plans_without_exchange_on_three_axes(mesh: Mesh) -> None:
-    assert mean(ratios(pairs_of(mesh, 250), (Exchange,))) <= 1.12
+    assert mean(ratios(pairs_of(mesh, 150), (Exchange,))) <= 1.12
 
 
 @pytest.mark.slow
@@ -268,7 +268,7 @@ def test_never_slower_than_dtensor_on_two_axes(length: int) -> None:
 
 
 def test_some_plans_are_not_slower_than_dtensor_on_three_axes() -> None:
-    assert assert_not_slower(square_pairs(Mesh(x=2, y=2, z=2), 1024, 120)) > 200
+    assert assert_not_slower(square_pairs(Mesh(x=2, y=2, z=2), 1024, 60)) > 100
 
 
 @pytest.mark.slow

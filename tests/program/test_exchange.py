@@ -186,7 +186,9 @@ def assert_balanced(src: Spec, dst: Spec) -> None:
         )
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize(
+    "mesh", [*MESHES[:2], pytest.param(MESHES[2], marks=pytest.mark.slow)], ids=str
+)
 @pytest.mark.parametrize("shape", [(12,), (12, 12)], ids=str)
 def test_laws_of_all_pairs(mesh: Mesh, shape: tuple[int, ...]) -> None:
     pairs = [pair for pair in pairs_on(mesh, shape) if allowed(*pair)]
@@ -204,7 +206,12 @@ def test_laws_of_all_uneven_pairs(mesh: Mesh, shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(("one", "other"), TWO_MESHES, ids=str)
-@pytest.mark.parametrize(("shape", "every"), [((12,), 1), ((5,), 1), ((1, 7), 7)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "every"),
+    [((12,), 2), ((5,), 2), ((1, 7), 10),
+     *(pytest.param(shape, 1, marks=pytest.mark.slow) for shape in ((12,), (5,), (1, 7)))],
+    ids=str,
+)  # fmt: skip
 def test_laws_between_two_meshes(
     one: Mesh, other: Mesh, shape: tuple[int, ...], every: int
 ) -> None:

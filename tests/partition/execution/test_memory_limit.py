@@ -39,6 +39,7 @@ def sample() -> tuple[torch.nn.Module, dict[str, torch.Tensor], torch.Tensor]:
     return net, dict(net.named_parameters()), torch.randn(ROWS, WIDTH).double()
 
 
+@lru_cache
 def limited(memory: int | None, **options: Any) -> tuple[fs.Partition, Any]:
     """Return the network partitioned as FSDP within a limit, and its planned call."""
     net, params, x = sample()

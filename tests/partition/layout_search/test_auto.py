@@ -64,8 +64,11 @@ def by_hand(
     }
 
 
-@pytest.mark.parametrize("name", BLOCKS)
-@pytest.mark.parametrize("tight", [False, True])
+@pytest.mark.parametrize(
+    ("name", "tight"),
+    [pytest.param(name, tight, marks=pytest.mark.slow if at % 2 != tight else ())
+     for at, name in enumerate(BLOCKS) for tight in (False, True)],
+)  # fmt: skip
 def test_at_most_5_percent_slower_than_by_hand(name: str, tight: bool) -> None:
     fn = BLOCKS[name][0]
     make, width, shape = SIZES[name]

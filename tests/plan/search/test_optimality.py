@@ -25,6 +25,7 @@ from tests.helpers import plan_oracle, spec_grid
 TOPOLOGIES = [None, Topology.node(), Topology.cluster(4)]
 NAMES = ["bytes", "node", "cluster"]
 MESHES = [Mesh(x=2, y=4), Mesh(x=4, y=4), Mesh(x=2, y=3)]
+SLOW_MESHES = [MESHES[0], *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in MESHES[1:])]
 SHAPES = [(48, 48), (4800, 4800)]
 EXACT = 1e-9
 ALL, COLLECTIVES = frozenset[type](), frozenset({Exchange})
@@ -94,7 +95,7 @@ def test_plans_on_measured_links_are_near_the_cheapest(exchange: float) -> None:
 
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=NAMES)
 @pytest.mark.parametrize("shape", SHAPES, ids=["small", "large"])
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("mesh", SLOW_MESHES, ids=str)
 def test_plans_without_exchange_are_near_the_cheapest(
     mesh: Mesh, shape: tuple[int, ...], topology: Topology | None
 ) -> None:
@@ -142,7 +143,7 @@ def detours(specs: Sequence[Spec], costs: Costs, *, unreduced: bool) -> list[flo
 
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=NAMES)
 @pytest.mark.parametrize("shape", SHAPES, ids=["small", "large"])
-@pytest.mark.parametrize("mesh", [MESHES[0], MESHES[2]], ids=str)
+@pytest.mark.parametrize("mesh", [SLOW_MESHES[0], SLOW_MESHES[2]], ids=str)
 def test_no_detour_is_cheaper(
     mesh: Mesh, shape: tuple[int, ...], topology: Topology | None
 ) -> None:
@@ -233,7 +234,7 @@ FREE_COPIES = [replace(topology, memory=1e30) for topology in TOPOLOGIES if topo
 
 @pytest.mark.parametrize("topology", FREE_COPIES, ids=["node", "cluster"])
 @pytest.mark.parametrize("shape", SHAPES, ids=["small", "large"])
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("mesh", SLOW_MESHES, ids=str)
 def test_seconds_on_wires_equal_the_transpose(
     mesh: Mesh, shape: tuple[int, ...], topology: Topology
 ) -> None:
@@ -251,7 +252,7 @@ def test_seconds_on_wires_equal_the_transpose(
 
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=NAMES)
 @pytest.mark.parametrize("shape", SHAPES, ids=["small", "large"])
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("mesh", SLOW_MESHES, ids=str)
 def test_both_directions_between_sharded_specs_cost_the_same(
     mesh: Mesh, shape: tuple[int, ...], topology: Topology | None
 ) -> None:
