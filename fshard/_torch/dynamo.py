@@ -123,7 +123,8 @@ def without_compiler() -> Iterator[None]:
     with _STANCE_LOCK:
         _STANCES.append(eval_frame._stance)
         eval_frame._stance = eval_frame.DynamoStance("force_eager")
-        vars(_COND)["cond_op"] = _branch
+        if not torch.compiler.is_compiling():
+            vars(_COND)["cond_op"] = _branch
     try:
         yield
     finally:
@@ -140,8 +141,6 @@ _COND_OP = vars(_COND)["cond_op"]
 
 def _branch(pred: Any, true_fn: Any, false_fn: Any, operands: Any) -> Any:
     """Return a branch of `torch.cond`, whose own gradient is for branches that are compiled."""
-    if torch.compiler.is_compiling():
-        return _COND_OP(pred, true_fn, false_fn, operands)
     return (true_fn if pred else false_fn)(*operands)
 
 
