@@ -34,6 +34,7 @@ from fshard.layout.tree import (
 from fshard.partition.layout_search.choice_search import PROVEN, Choice, ChoiceSearch
 from fshard.partition.partition import Partition
 from fshard.partition.partitioned_call import PartitionedCall
+from fshard.partition.step_cost.memory_limit import check_memory, peak_of
 from fshard.program.cost.topology import Topology
 from fshard.program.program_arguments import as_topology
 
@@ -51,9 +52,9 @@ class Auto(NotebookView):
         partition: the function as `fs.partition` returns it.
         partitioned: its `PartitionedCall` for the example arguments.
         time: modelled seconds of a step, forward and backward.
-        memory: modelled bytes of a rank.
-        alternatives: the name of an argument, another layout of it, and the time and memory with
-            that layout; the fastest first.
+        memory: the predicted peak bytes of a rank over a step, as `partitioned.memory()` says.
+        alternatives: the name of an argument, another layout of it, the time with that layout, and
+            an estimate of the bytes of a rank; the fastest first.
         bound: modelled seconds that no layouts of the arguments and strategies of the operations
             undercut, 0 if none is proven (meshes of over 3 axes).
         explored: the choices that were planned, and the seconds that it took.
@@ -64,7 +65,7 @@ class Auto(NotebookView):
     >>> x = fs.Spec(mesh, fs.P(), shape=(65536, 1024))
     >>> choice = fs.auto(torch.relu, mesh, [x])
     >>> choice.in_specs, choice.memory // 2**20
-    ([P(None, 'x')], 192)
+    ([P(None, 'x')], 256)
     """
 
     in_specs: list[Any]
@@ -150,8 +151,10 @@ def auto(
         mesh: the mesh of the layouts.
         example_args: its arguments in order: tensors, also on the meta device, or specs of their
             shapes and dtypes.
-        memory: bytes that a rank may hold: arguments, their gradients, and results of operations
-            that are kept for the backward pass; None is unlimited.
+        memory: bytes that a rank may hold over a step, as of `fs.partition`; None is unlimited.
+            Layouts are chosen so that a step fits. If sharded arguments are gathered again in the
+            backward pass, or values recomputed, in less time than other layouts take, or if no
+            layouts alone fit, that is planned too: `explain()` says which.
         topology: the topology that layouts are costed on; None is one node.
         fixed: layouts that are not to be chosen: of an argument by its index, a tree prefix of it,
             or of all leaves whose path a regular expression matches whole. The path of a leaf has
@@ -168,7 +171,8 @@ def auto(
         `gap` to the best possible.
 
     Raises:
-        ShardingError: if no choice that was tried fits into `memory`, or `fixed` names no argument.
+        ShardingError: if no choice that was tried fits into `memory`, whatever is recomputed, or
+            `fixed` names no argument.
 
     "The best possible" is that of the cost model: over all layouts of the arguments with even
     shards, and all strategies of the operations.
@@ -188,8 +192,9 @@ def auto(
     fixed, out_specs = (read_placements(x, mesh) for x in (dict(fixed or {}), out_specs))
     search = ChoiceSearch(fn, mesh, args, on, memory, _fixed_leaves(fixed, args), out_specs,
                           overlap=overlap)  # fmt: skip
+    check_memory(memory, "fs.auto")
     best = search.run(start + seconds)
-    return _result(search, best, time.monotonic() - start)
+    return _result(search, best, start, start + seconds)
 
 
 def _fixed_leaves(fixed: Mapping[int | str, Any], args: list[Any]) -> dict[int, Any]:
@@ -230,13 +235,13 @@ def _count_text(count: int, choices: int) -> str:
     return f"{count:,} of {many}"
 
 
-def _result(search: ChoiceSearch, best: Choice, seconds: float) -> Auto:
+def _result(search: ChoiceSearch, best: Choice, start: float, deadline: float) -> Auto:
     """Return the answer of `auto` for the best choice; raise if it exceeds the memory."""
-    step, held, part, call = search.costs[best]
-    if search.memory is not None and held > search.memory:
-        fail("fs.auto", f"memory={search.memory}",
-             f"of {len(search.costs)} choices the smallest takes {held} bytes on a rank",
-             f"memory={held}, or a larger mesh")  # fmt: skip
+    planned = search.costs[best]
+    if search.memory is not None:
+        best, planned = search.fitted(deadline)
+    step, _, part, call = planned
+    held, seconds = peak_of(call), time.monotonic() - start
     alternatives = []
     for choice, planned in search.costs.items():
         changed = [i for i, (a, b) in enumerate(zip(choice, best, strict=True)) if a != b]
@@ -248,8 +253,8 @@ def _result(search: ChoiceSearch, best: Choice, seconds: float) -> Auto:
     args = [leaf if x.meta is None else next(specs)
             for x, leaf in zip(search.leaves, flatten(search.args)[0], strict=True)]  # fmt: skip
     count = len(search.costs)
-    time = f"{seconds:.0f} s" if seconds >= 1 else "under 1 s"
+    spent = f"{seconds:.0f} s" if seconds >= 10 else "under 10 s"
     share = f"all {count:,}" if search.all_planned else _count_text(count, search.choices)
     return Auto(unflatten(search.tree, list(best)), part, call, step, held, nearest,
-                min(search.bound, step), f"{share} choices of layouts planned in {time}",
+                min(search.bound, step), f"{share} choices of layouts planned in {spent}",
                 unflatten(search.tree, args))  # fmt: skip

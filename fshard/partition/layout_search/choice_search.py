@@ -25,6 +25,8 @@ from fshard.partition.layout_search.label_graph import ArgumentLeaf, GraphLabels
 from fshard.partition.layout_search.role_labels import TooManyLabels
 from fshard.partition.partition import Partition
 from fshard.partition.partitioned_call import PartitionedCall
+from fshard.partition.step_cost.memory_limit import fitting_call, peak_of, refuse_memory
+from fshard.partition.step_cost.memory_timeline import MemoryChoice
 from fshard.partition.training_time import StepTime, step_times
 from fshard.program.cost.topology import Topology
 from fshard.program.cost.traffic import max_local_nbytes
@@ -40,6 +42,8 @@ MAX_ATTEMPTS = 4
 """Number of labellings with other shares of the uses of values, to raise the bound."""
 PROVEN = 1e-3
 """Share of the time by which a choice may exceed the bound, to count as the best possible."""
+MAX_FITTED = 3
+"""Number of the fastest choices, and of the smallest, that are planned to fit into the memory."""
 MEMORY_PRICES = (0.0, *(10.0**power for power in range(-16, -7)))
 """Seconds charged per byte of an argument on a rank, so that choices fit into the memory."""
 OVERLAP_SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
@@ -54,7 +58,7 @@ class Planned(NamedTuple):
 
     Attributes:
         time: modelled seconds of a step.
-        memory: modelled bytes of a rank.
+        memory: the predicted peak bytes of a rank if there is a limit, else `step_memory`.
         partition: the partition.
         call: its partitioned call.
     """
@@ -66,9 +70,10 @@ class Planned(NamedTuple):
 
 
 def step_memory(call: PartitionedCall) -> int:
-    """Return the bytes that a rank holds: arguments, their gradients, constants and results.
+    """Return an estimate of the bytes that a rank holds, which takes no run of the step.
 
-    All results are kept for the backward pass; without one only the largest is counted.
+    It counts arguments, their gradients, constants and results. All results are kept for the
+    backward pass; without one only the largest is counted.
     """
     inputs = sum(max_local_nbytes(spec) * (2 if call.grad and spec.dtype.is_floating_point else 1)
                  for spec in call.in_specs)  # fmt: skip
@@ -123,7 +128,10 @@ class ChoiceSearch:
         self.fn, self.traces = fn, FunctionTraces(fn, f"fs.auto({name_of(fn)})")
         self.options = [self.options_of(i) for i in range(len(self.leaves))]
         self.costs: dict[Choice, Planned] = {}
-        self.without_roles: set[Choice] = set()
+        self.fastest: dict[Choice, Planned] = {}
+        """The fastest plan of each choice, whether it fits into the memory or not."""
+        self.planned: set[tuple[Choice, Any]] = set()
+        """Choices with the roles that they were planned with."""
         self.plans = 0
         self.bound = 0.0
         self.all_planned = False
@@ -142,6 +150,8 @@ class ChoiceSearch:
             self.label_axis_by_axis(deadline)
         else:
             self.label_jointly(labels, deadline)
+        if self.memory is not None and not self.is_proven():
+            self.cost(smallest)
         for choice in (smallest, self.sharded_data()):
             if time.monotonic() < deadline and not self.is_proven():
                 self.cost(choice)
@@ -243,25 +253,35 @@ class ChoiceSearch:
         )
 
     def cost(self, choice: Choice, roles: Mapping[str, RoleHint] | None = None) -> Planned:
-        """Plan a choice, without `roles` only once, and return the best plan of it.
+        """Plan a choice, with the same `roles` only once, and return the best plan of it.
 
         With `roles`, operations have these roles where possible.
         """
-        if roles is not None or choice not in self.without_roles:
-            in_specs = unflatten(self.tree, list(choice))
-            part = Partition(self.fn, self.mesh, in_specs, self.out_specs, None, self.topology,
-                             self.traces, where=self.traces.where, replicate=self.mesh.axes,
-                             overlap=self.overlap, roles=roles)  # fmt: skip
+        key = choice, None if roles is None else tuple(sorted(roles.items()))
+        if key not in self.planned:
+            part = self.partitioned(choice, roles)
             call = part.trace(*self.args)
             self.plans += 1
-            if roles is None:
-                self.without_roles.add(choice)
+            self.planned.add(key)
             times = call_times(call, self.topology)
             seconds = times.overlapped if self.overlap else times.in_turn
-            planned = Planned(seconds, step_memory(call), part, call)
+            held = step_memory(call) if self.memory is None else peak_of(call)
+            planned = Planned(seconds, held, part, call)
+            if choice not in self.fastest or seconds < self.fastest[choice].time:
+                self.fastest[choice] = planned
             if choice not in self.costs or self._key(planned) < self._key(self.costs[choice]):
                 self.costs[choice] = planned
         return self.costs[choice]
+
+    def partitioned(
+        self, choice: Choice, roles: Mapping[str, RoleHint] | None, memory: int | None = None
+    ) -> Partition:
+        """Return the function partitioned with a choice."""
+        return Partition(
+            self.fn, self.mesh, unflatten(self.tree, list(choice)), self.out_specs, None,
+            self.topology, self.traces, where=self.traces.where, replicate=self.mesh.axes,
+            memory=memory, overlap=self.overlap, roles=roles,
+        )  # fmt: skip
 
     def rank(self, choice: Choice) -> tuple[bool, float, int]:
         """Return the sort key of a choice: exceeds the memory, time, memory."""
@@ -274,6 +294,40 @@ class ChoiceSearch:
     def best(self) -> Choice:
         """Return the best choice so far."""
         return min(self.costs, key=self.rank)
+
+    def fitted(self, deadline: float) -> tuple[Choice, Planned]:
+        """Return the fastest choice that fits into the memory, and its plan.
+
+        One that does not fit by its layouts may gather again or recompute values in the backward
+        pass, as `fs.partition(memory=)` chooses, which takes the more time.
+
+        Raises:
+            ShardingError: if none of those that were tried fits.
+        """
+        limit = self.memory
+        assert limit is not None
+        tried: list[MemoryChoice] = []
+        plans = [*self.fastest.items(), *self.costs.items()]
+        over = [item for item in plans if item[1].memory > limit]
+        by_time = sorted(over, key=lambda item: item[1].time)[:MAX_FITTED]
+        by_memory = sorted(over, key=lambda item: item[1].memory)[:MAX_FITTED]
+        fits = [item for item in self.costs.items() if item[1].memory <= limit]
+        best = min(fits, key=lambda item: item[1].time, default=None)
+        for choice, planned in {id(item[1]): item for item in (*by_time, *by_memory)}.values():
+            late = best is not None and time.monotonic() > deadline
+            if late or (best is not None and planned.time >= best[1].time):
+                continue
+            call, choices = fitting_call(lambda _, call=planned.call: call, [()], limit)  # type: ignore[misc]
+            tried += choices
+            if call is not None:
+                seconds = planned.time + choices[0].time - choices[1].time
+                if best is None or seconds < best[1].time:
+                    best = choice, Planned(seconds, choices[0].peak, planned.partition, call)
+        if best is None:
+            refuse_memory(limit, tried, "fs.auto")
+        choice, planned = best
+        part = self.partitioned(choice, planned.partition._roles, limit)
+        return choice, planned._replace(partition=part)
 
     def is_proven(self) -> bool:
         """Return True if the best choice so far takes no longer than the bound."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NoReturn
 
 from fshard._util.errors import fail
 from fshard._util.text import plural
@@ -58,6 +59,28 @@ def within_memory(
     Raises:
         ShardingError: if no choice fits.
     """
+    call, tried = fitting_call(plan, holds, limit)
+    if call is None:
+        refuse_memory(limit, tried, where)
+    return call
+
+
+def refuse_memory(limit: int, tried: Sequence[MemoryChoice], where: str) -> NoReturn:
+    """Raise `ShardingError` for a limit that no choice fits."""
+    least = min(tried, key=lambda choice: choice.peak)
+    fail(where, f"memory={limit}",
+         f"the peak of a rank must be at most that; of {plural(len(tried), 'plan')} the least "
+         f"is {least.peak} bytes ({least.text})",
+         f"memory={least.peak}, a larger mesh, or a smaller batch")  # fmt: skip
+
+
+def fitting_call(
+    plan: Callable[[tuple[str, ...]], PartitionedCall], holds: Sequence[tuple[str, ...]], limit: int
+) -> tuple[PartitionedCall | None, tuple[MemoryChoice, ...]]:
+    """Return a call that holds at most `limit` bytes, None if none does, and the choices tried.
+
+    Arguments are those of `within_memory`.
+    """
     calls = [plan(hold) for hold in holds]
     calls = [call for i, call in enumerate(calls) if not i or call.programs != calls[0].programs]
     gathered, tried = calls[0], list[Planned]()
@@ -72,19 +95,20 @@ def within_memory(
             if number and not other.remat_plan.units:
                 continue
             layouts = "" if call is gathered else "parameters stay sharded; "
-            peak = max(other.memory(rank=rank).peak for rank in different_ranks(call))
-            choice = MemoryChoice(limit, layouts + text, peak, other.roofline().time)
+            choice = MemoryChoice(limit, layouts + text, peak_of(other), other.roofline().time)
             tried.append((choice, other))
-            fitting += [tried[-1]] if peak <= limit else []
+            fitting += [tried[-1]] if choice.peak <= limit else []
         if fitting:
             choice, best = min(fitting, key=lambda item: item[0].time)
             others = tuple(x for x, _ in tried if x is not choice)
-            return replace(best, memory_choice=replace(choice, others=others))
-    least = min(tried, key=_peak)[0]
-    fail(where, f"memory={limit}",
-         f"the peak of a rank must be at most that; of {plural(len(tried), 'plan')} the least "
-         f"is {least.peak} bytes ({least.text})",
-         f"memory={least.peak}, a larger mesh, or a smaller batch")  # fmt: skip
+            choice = replace(choice, others=others)
+            return replace(best, memory_choice=choice), (choice, *others)
+    return None, tuple(choice for choice, _ in tried)
+
+
+def peak_of(call: PartitionedCall) -> int:
+    """Return the most bytes that a rank of a call holds."""
+    return max(call.memory(rank=rank).peak for rank in different_ranks(call))
 
 
 Policy = Callable[[PartitionedCall], PlannedRemat]

@@ -123,8 +123,58 @@ def test_fixed_arguments_and_memory_limit() -> None:
     p, x = meta(blocks.make_params({"a": (64, 256), "b": (256, 64)}, 3), (1024, 64))
     choice = fs.auto(mlp, Mesh(x=4), [p, x], fixed={1: P("x")})
     assert choice.in_specs[1] == P("x")
-    with pytest.raises(fs.ShardingError, match="the smallest takes"):
-        fs.auto(mlp, Mesh(x=4), [p, x], memory=10)
+    with pytest.raises(fs.ShardingError, match="the least is"):
+        fs.auto(mlp, Mesh(x=4), [p, x], memory=10, seconds=1)
+
+
+def residual_layers(p: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """Return three residual layers, each of a norm, two products and a nonlinearity."""
+    gelu, norm = torch.nn.functional.gelu, torch.nn.functional.layer_norm
+    for i in range(3):
+        x = x + gelu(norm(x, x.shape[1:]) @ p[f"up{i}"]) @ p[f"down{i}"]
+    return x
+
+
+def sharded_layers(memory: int | None) -> fs.Auto:
+    """Return the answer for three layers whose parameters and rows are sharded, as by ZeRO-3."""
+    shapes = {f"{name}{i}": shape for i in range(3)
+              for name, shape in (("up", (64, 256)), ("down", (256, 64)))}  # fmt: skip
+    params, x = meta(blocks.make_params(shapes, 3), (128, 64))
+    on = fs.Topology("test", inner=fs.Link(1e-9, 1e9), launch=1e-8, kernel=0.0)
+    return fs.auto(residual_layers, Mesh(dp=4), [params, x], memory=memory, topology=on,
+                   fixed={r"0\..*": P("dp"), 1: P("dp")})  # fmt: skip
+
+
+@pytest.mark.parametrize("labelled", [pytest.param(True, marks=pytest.mark.slow), False])
+def test_memory_is_kept_by_layouts_gathering_again_or_checkpoints(
+    labelled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`auto` keeps to `memory=` as `fs.partition` does, and the bytes are those of the step.
+
+    Operations in layouts of least weight need fewer bytes; without these parameters are gathered.
+    """
+    if not labelled:
+        monkeypatch.setattr(ChoiceSearch, "labels", lambda *_: None)
+    choice = sharded_layers(None)
+    limit, texts, times = choice.memory, list[str](), [choice.time]
+
+    def tightened() -> fs.Auto:
+        return sharded_layers(limit - 1)
+
+    for _ in range(5 if labelled else 3):
+        choice = tightened()
+        taken = choice.partitioned.memory_choice
+        assert choice.memory == choice.partitioned.memory().peak < limit
+        assert taken is None or f"memory={limit - 1}, {taken}" in choice.explain()
+        assert choice.partition.memory == limit - 1
+        limit = choice.memory
+        texts.append("layouts alone" if taken is None else taken.text)
+        times.append(choice.time)
+    assert texts[0] == ("layouts alone" if labelled else "parameters are gathered again")
+    assert "checkpoint" in texts[-1]
+    assert times[0] == min(times)
+    with pytest.raises(fs.ShardingError, match=rf"the least is {limit} bytes .*checkpoint"):
+        tightened()
 
 
 SLOW = [pytest.param(name, marks=pytest.mark.slow)
