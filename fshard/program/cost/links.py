@@ -6,9 +6,10 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from fshard._util.errors import Problem, fail, raise_if
+from fshard._util.errors import Problem, raise_if
 from fshard._util.text import rate_text, time_text
 
+EXAMPLE = "Link(latency=1e-6, bandwidth=100e9)"
 JOIN = ","
 """Text between the axes of a link of several axes at once."""
 
@@ -36,11 +37,18 @@ class Link:
     exchange: float | None = None
 
     def __post_init__(self) -> None:
-        rates = [self.bandwidth] if self.exchange is None else [self.bandwidth, self.exchange]
-        valid = is_number(self.latency) and all(map(is_number, rates))
-        if not (valid and self.latency >= 0 and min(rates) > 0):
-            fail("fs.Link", f"{self!r}", "latency must be at least 0 and bandwidth above 0",
-                 "Link(latency=1e-6, bandwidth=100e9)")  # fmt: skip
+        problems = []
+        if not (is_number(self.latency) and self.latency >= 0):
+            rule = "latency must be a number of at least 0 seconds"
+            problems.append(Problem(f"latency={self.latency!r}", rule, EXAMPLE))
+        if not (is_number(self.bandwidth) and self.bandwidth > 0):
+            rule = "bandwidth must be a number above 0 bytes per second"
+            problems.append(Problem(f"bandwidth={self.bandwidth!r}", rule, EXAMPLE))
+        if self.exchange is not None and not (is_number(self.exchange) and self.exchange > 0):
+            rule = "exchange must be None or a number above 0 bytes per second"
+            problems.append(Problem(f"exchange={self.exchange!r}", rule,
+                                    "leave it out, exchanges have the bandwidth then"))  # fmt: skip
+        raise_if("fs.Link", problems)
 
     def __repr__(self) -> str:
         more = "" if self.exchange is None else f", exchange={self.exchange!r}"
@@ -90,8 +98,7 @@ class Torus:
             rule = "a torus must have dims of at least 1 device"
             problems.append(Problem(f"sizes={self.sizes!r}", rule, "sizes=(16, 16)"))
         if not isinstance(self.link, Link):
-            problems.append(Problem(f"link {self.link!r}", "a connection must be a Link",
-                                    "Link(latency=1e-6, bandwidth=100e9)"))  # fmt: skip
+            problems.append(Problem(f"link {self.link!r}", "a connection must be a Link", EXAMPLE))
         wraps = self.wraps
         wraps = (wraps,) * len(sizes) if isinstance(wraps, bool) else wraps
         listed = isinstance(wraps, tuple | list) and all(type(wrap) is bool for wrap in wraps)
@@ -130,6 +137,51 @@ def slowest(links: Iterable[Link]) -> Link:
     exchange = min(x.of_exchanges().bandwidth for x in links)
     differs = any(x.exchange is not None for x in links)
     return Link(latency, bandwidth, exchange if differs else None)
+
+
+def joint_name(axes: Iterable[str]) -> str:
+    """Return the name of the link of collectives over all of `axes` at once, in any order.
+
+    >>> joint_name(("y", "x"))
+    'x,y'
+    """
+    return JOIN.join(sorted(axes))
+
+
+def read_links(
+    links: object, inner: object, outer: object
+) -> tuple[tuple[tuple[str, Link], ...], list[Problem]]:
+    """Return a mapping, or pairs, of names and links as sorted pairs, and problems of all links.
+
+    >>> link = Link(0.0, 1.0)
+    >>> read_links({"y,x": link}, link, link)
+    ((('x,y', Link(latency=0.0, bandwidth=1.0)),), [])
+    """
+    items = links.items() if isinstance(links, Mapping) else links
+    pairs = [*items] if isinstance(items, Iterable) and not isinstance(items, str) else [items]
+    found: dict[str, Link] = {}
+    problems = [
+        Problem(f"{name} {link!r}", "a connection must be a Link", EXAMPLE)
+        for name, link, types in (("inner", inner, Link | Torus), ("outer", outer, Link))
+        if not isinstance(link, types)
+    ]
+    for pair in pairs:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            rule = "links must be a mapping from mesh axis to Link, or pairs of them"
+            problems.append(Problem(f"links with {pair!r}", rule, f'links={{"x": {EXAMPLE}}}'))
+            continue
+        name, link = pair
+        axes = [axis.strip() for axis in name.split(JOIN)] if isinstance(name, str) else []
+        joint = joint_name({axis for axis in axes if axis.isidentifier()})
+        if not joint or joint_name(axes) != joint:
+            rule = "a link must be named by a mesh axis, or by different ones joined by commas"
+            problems.append(Problem(f"a link of {name!r}", rule, repr(joint or "x")))
+        elif not isinstance(link, Link):
+            problems.append(Problem(f"{name} {link!r}", "a connection must be a Link", EXAMPLE))
+        elif found.setdefault(joint, link) != link:
+            rule = f"axes must have one link, {name!r} has {found[joint]} already"
+            problems.append(Problem(f"a link of {name!r}, {link}", rule, "leave one of them out"))
+    return tuple(sorted(found.items())), problems
 
 
 def own_link(links: Mapping[str, Link], axis: str) -> Link | None:

@@ -16,16 +16,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from fshard._torch.dynamo import graph_constant
-from fshard._util.errors import Problem, fail, raise_if
+from fshard._util.errors import Problem, raise_if
 from fshard._util.notebook_view import NotebookView
 from fshard._util.text import rate_text, time_text
 from fshard.layout.mesh import Axes, Mesh, as_axes, as_mesh
 from fshard.program.cost.link_groups import switch_link, torus_link
-from fshard.program.cost.links import JOIN, Link, Torus, is_number, own_link, slowest
+from fshard.program.cost.links import (
+    Link,
+    Torus,
+    is_number,
+    joint_name,
+    own_link,
+    read_links,
+    slowest,
+)
 from fshard.program.cost.machines import (
     INFINIBAND,
     KERNEL,
@@ -55,7 +64,7 @@ class Topology(NotebookView):
         outer: The link from a device to the network between nodes. An oversubscribed network is
             one of less bandwidth.
         node_size: Devices of a node; None is a single node of any size, or of the torus's size.
-        links: Pairs (mesh axis, link) of axes that have their own. The name `"x,y"` is that of
+        links: From mesh axis to its own link, a mapping or pairs. The name `"x,y"` is that of
             collectives over both axes at once; without one they have the slowest of their links.
         launch: Seconds to start a collective.
         memory: Bandwidth of local copies, in bytes per second.
@@ -99,12 +108,7 @@ class Topology(NotebookView):
 
     def __post_init__(self) -> None:
         size = self.node_size
-        rule, fix = "a connection must be a Link", "Link(latency=1e-6, bandwidth=100e9)"
-        problems = [
-            Problem(f"{name} {link!r}", rule, fix)
-            for name, link in (("inner", self.inner), ("outer", self.outer), *self.links)
-            if not isinstance(link, Link) and not (name == "inner" and isinstance(link, Torus))
-        ]
+        links, problems = read_links(self.links, inner=self.inner, outer=self.outer)
         if isinstance(self.inner, Torus) and size is None:
             size = self.inner.size
             object.__setattr__(self, "node_size", size)
@@ -132,6 +136,7 @@ class Topology(NotebookView):
             problems.append(Problem(f"memory={self.memory!r}", rule, "memory=2e12"))
         problems += self._device_problems()
         raise_if("fs.Topology", problems)
+        object.__setattr__(self, "links", links)
         object.__setattr__(self, "flops", tuple(sorted(dict(self.flops).items())))
 
     def _device_problems(self) -> list[Problem]:
@@ -208,12 +213,8 @@ class Topology(NotebookView):
         >>> fs.Topology.of({"dp": slow}).link(fs.Mesh(dp=2, tp=2), "dp") == slow
         True
         """
-        if not isinstance(links, Mapping):
-            fail("fs.Topology.of", f"links {links!r}",
-                 "links must be a mapping from mesh axis to Link",
-                 'Topology.of({"x": Link(latency=1e-6, bandwidth=100e9)})')  # fmt: skip
-        items = tuple(sorted(links.items()))
-        return Topology("custom", links=items, launch=launch, memory=memory, message=message)
+        pairs: Any = links  # which the constructor reads
+        return Topology("custom", links=pairs, launch=launch, memory=memory, message=message)
 
     # -- public machines --------------------------------------------------------------
 
@@ -475,7 +476,7 @@ def _link(topology: Topology, mesh: Mesh, axes: tuple[str, ...], exchange: bool)
         links = {axis: link.of_exchanges() for axis, link in links.items()}
         outer = outer.of_exchanges()
         inner = inner.of_exchanges() if isinstance(inner, Link) else inner
-    if (joint := links.get(JOIN.join(axis for axis in mesh.axes if axis in axes))) is not None:
+    if (joint := links.get(joint_name(axes))) is not None:
         return joint
     own = [link for axis in axes if (link := own_link(links, axis)) is not None]
     rest = tuple(axis for axis in axes if own_link(links, axis) is None)
