@@ -86,6 +86,26 @@ def receives(src: Spec, dst: Spec, rank: int) -> tuple[Piece, ...]:
     return tuple(sorted(pieces))
 
 
+def sent_elements(src: Spec, dst: Spec, sender: int, receiver: int) -> int:
+    """Count the elements that one rank sends another in the exchange, without listing pieces.
+
+    >>> from fshard.layout.partition_spec import PartitionSpec as P
+    >>> src = Spec(Mesh(x=2, y=2), P("x"), shape=(4, 2))
+    >>> sent_elements(src, src.replace(partition=P(None, "y")), 3, 1)
+    2
+    """
+    if sender not in src.mesh or receiver not in dst.mesh:
+        return 0
+    holders, fixed = _holders(src, dst, sender), _fixed(src, dst, receiver)
+    if receiver in holders or any(src.mesh.coords(sender)[axis] != i for axis, i in fixed.items()):
+        return 0
+    box = _common(local_box(src, sender), local_box(dst, receiver))
+    if any(start >= stop for start, stop in box):
+        return 0
+    size = _volume(box)
+    return size if _server(src, dst, holders[0], receiver, size) == sender else 0
+
+
 def kept_box(src: Spec, dst: Spec, rank: int) -> Box | None:
     """Return the box of its target that a rank holds (of its own partial sum), or None.
 

@@ -229,14 +229,67 @@ def volume(box: Box) -> int:
     return math.prod(stop - start for start, stop in box)
 
 
-@lru_cache(maxsize=4096)
-def halo_counts(step: HaloStep, owners: Spec, rank: int) -> tuple[int, int, int]:
-    """Return the elements of its shard that a rank sends for windows, those that it lacks, peers.
+# -- counts ---------------------------------------------------------------------------------
 
-    A halo reduction sends the second number and receives the first.
+
+class HaloShare(NamedTuple):
+    """Length of one shard of a dim in windows, and how many shards meet there.
+
+    Attributes:
+        lent: the length that windows have of the shard, its own window included.
+        kept: the length of the shard in its own window.
+        window: the length of its window.
+        readers: shards whose windows have a part of it.
+        owners: shards that its window has parts of.
+        both: shards that are readers and owners.
     """
-    out = [piece for piece in shard_pieces(step, owners, rank) if piece.reader != rank]
-    lacking = [piece for piece in window_pieces(step, owners, rank) if piece.owner != rank]
-    peers = {piece.reader for piece in out} | {piece.owner for piece in lacking}
-    sent, received = (sum(volume(p.owned) for p in pieces) for pieces in (out, lacking))
-    return sent, received, len(peers)
+
+    lent: int
+    kept: int
+    window: int
+    readers: int
+    owners: int
+    both: int
+
+
+@lru_cache(maxsize=4096)
+def halo_shares(windows: Windows | None, sizes: tuple[int, ...]) -> tuple[HaloShare, ...]:
+    """Return the share of every shard of a dim of `sizes`; None windows are the shards.
+
+    >>> halo_shares(((0, 3), (1, 4)), (2, 2))[0]
+    HaloShare(lent=3, kept=2, window=3, readers=2, owners=2, both=2)
+    """
+    if windows is None:
+        full = [(n, int(n > 0)) for n in sizes]
+        return tuple(HaloShare(n, n, n, one, one, one) for n, one in full)
+    rows = segments(windows, sizes)
+    lent, readers = [0] * len(sizes), [set[int]() for _ in sizes]
+    for reader, row in enumerate(rows):
+        for part in row:
+            lent[part.owner] += part.owned[1] - part.owned[0]
+            readers[part.owner].add(reader)
+    shares = []
+    for index, row in enumerate(rows):
+        owners = {part.owner for part in row}
+        kept = sum(part.owned[1] - part.owned[0] for part in row if part.owner == index)
+        start, stop = windows[index]
+        both = len(readers[index] & owners)
+        counts = len(readers[index]), len(owners), both
+        shares.append(HaloShare(lent[index], kept, stop - start, *counts))
+    return tuple(shares)
+
+
+def dim_shares(step: HaloStep, owners: Spec, dim: int) -> tuple[HaloShare, ...]:
+    """Return the shares of a dim of a halo step."""
+    windows = step.windows[dim] if dim < len(step.windows) else None
+    return halo_shares(windows, owners.shard_sizes(dim))
+
+
+def join_shares(shares: Sequence[HaloShare]) -> tuple[int, int, int]:
+    """Return the elements that a rank sends for windows, those that it lacks, and its peers.
+
+    `shares` are those of its shard, one of each dim. A halo reduction sends the second number and
+    receives the first.
+    """
+    lent, kept, window, readers, owners, both = map(math.prod, zip(*shares, strict=True))
+    return lent - kept, window - kept, readers + owners - both - (kept > 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import operator
 from collections.abc import Mapping, Sequence
@@ -145,8 +144,12 @@ def join_sizes(sizes: DimSizes, n: int) -> DimSizes:
     """Return the shard sizes of a dim after merging each `n` neighbours, None if equal."""
     if sizes is None:
         return None
-    stops = [*itertools.accumulate(sizes, initial=0)][::n]
-    joined = tuple(map(operator.sub, stops[1:], stops))
+    if n * n > len(sizes):
+        joined = tuple([sum(sizes[i : i + n]) for i in range(0, len(sizes), n)])
+    else:  # few long columns
+        joined = sizes[::n]
+        for column in (sizes[i::n] for i in range(1, n)):
+            joined = tuple(map(operator.add, joined, column))
     return None if len(set(joined)) == 1 else joined
 
 

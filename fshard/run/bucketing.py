@@ -360,15 +360,22 @@ def _send(
         case _:
             order = _piece_order(group, tuple(wire.group for wire in plan.wires))
             pieces = [
-                torch.split_with_sizes(x, wire.send)
-                for x, wire in zip(payloads, plan.wires, strict=False)
+                _filled_pieces(x, wire.send) for x, wire in zip(payloads, plan.wires, strict=False)
             ]
             send, receive = [0] * len(group), [0] * len(group)
             for peer, leaf, own in order:
                 send[peer] += plan.wires[leaf].send[own]
                 receive[peer] += plan.wires[leaf].receive[own]
-            flat = torch.cat([*(pieces[leaf][own] for _, leaf, own in order), payloads[0][:0]])
+            filled = [pieces[leaf][own] for _, leaf, own in order if own in pieces[leaf]]
+            flat = torch.cat([*filled, payloads[0][:0]])
             return transport.all_to_all(flat, send, receive, group)
+
+
+def _filled_pieces(payload: torch.Tensor, sizes: Sequence[int]) -> dict[int, torch.Tensor]:
+    """Split a payload into pieces of `sizes`; return those with elements, by their index."""
+    filled = [i for i, size in enumerate(sizes) if size]
+    parts = torch.split_with_sizes(payload, [sizes[i] for i in filled]) if filled else ()
+    return dict(zip(filled, parts, strict=True))
 
 
 @lru_cache(maxsize=CACHE_SIZE)
@@ -401,15 +408,15 @@ def _split_result(
             parts = moved.split([length // len(group) for length in lengths])
         case _:
             order = _piece_order(group, tuple(wire.group for wire in wires))
-            pieces = moved.split([wires[leaf].receive[own] for _, leaf, own in order])
+            pieces = _filled_pieces(moved, [wires[leaf].receive[own] for _, leaf, own in order])
             received: list[dict[int, torch.Tensor]] = [{} for _ in wires]
-            for (_, leaf, own), piece in zip(order, pieces, strict=True):
+            for i, piece in pieces.items():
+                _, leaf, own = order[i]
                 received[leaf][own] = piece
             parts = [_concat([row[own] for own in sorted(row)], moved) for row in received]
     return parts
 
 
 def _concat(pieces: Sequence[torch.Tensor], moved: torch.Tensor) -> torch.Tensor:
-    """Concatenate pieces; a single one that is not empty is returned itself."""
-    full = [piece for piece in pieces if piece.numel()]
-    return torch.cat(full) if len(full) > 1 else full[0] if full else moved[:0]
+    """Concatenate pieces; a single one is returned itself."""
+    return torch.cat([*pieces]) if len(pieces) > 1 else pieces[0] if pieces else moved[:0]

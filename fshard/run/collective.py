@@ -20,6 +20,7 @@ from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
 from fshard.plan.batch.coalesce import has_equal_shards
+from fshard.program.cost.shard_overlap import shard_indices
 from fshard.program.cost.traffic import ceil_share
 from fshard.program.exchange_boxes import (
     converted_axes,
@@ -414,6 +415,7 @@ def _box_exchange(
 # -- permutations ---------------------------------------------------------------------
 
 
+@lru_cache(maxsize=64)
 def permutation(
     mesh: Mesh, before: PartitionSpec, after: PartitionSpec, axes: tuple[str, ...], group: Group
 ) -> tuple[int, ...]:
@@ -422,28 +424,24 @@ def permutation(
     A rank that already holds the shard it needs keeps it; the other holders and receivers of one
     shard are paired in order, so that the inverse step has the inverse permutation.
     """
-    holders: dict[object, list[int]] = {}
-    receivers: dict[object, list[int]] = {}
-    for index, rank in enumerate(group):
-        holders.setdefault(_shard_id(mesh, before, rank, axes), []).append(index)
-        receivers.setdefault(_shard_id(mesh, after, rank, axes), []).append(index)
-    to = [0] * len(group)
-    for shard, holding in holders.items():
-        needing = receivers[shard]
-        both = set(holding) & set(needing)
-        sources = [index for index in holding if index not in both]
-        targets = [index for index in needing if index not in both]
-        for index, target in (*zip(both, both, strict=True), *zip(sources, targets, strict=True)):
-            to[index] = target
+    held, needed = (_shards_of(mesh, p, axes, group) for p in (before, after))
+    to = [*range(len(group))]
+    moved = [i for i, (has, needs) in enumerate(zip(held, needed, strict=True)) if has != needs]
+    sources, targets = (sorted(moved, key=shards.__getitem__) for shards in (held, needed))
+    for index, target in zip(sources, targets, strict=True):
+        to[index] = target
     return tuple(to)
 
 
-def _shard_id(mesh: Mesh, p: PartitionSpec, rank: int, moving: tuple[str, ...]) -> object:
-    """Return a key of a rank's shard, and of its unreduced value along the moving axes."""
+def _shards_of(mesh: Mesh, p: PartitionSpec, moving: tuple[str, ...], group: Group) -> list[int]:
+    """Return a number for each rank of a group: of its shard and its moving unreduced value."""
     kind_of = [(axis, kind) for axis, kind in p.unreduced_kinds if axis in moving]
-    kinds = sorted({kind for _, kind in kind_of})
-    terms = tuple(
-        mesh.index(rank, tuple(axis for axis, axis_kind in kind_of if axis_kind == kind))
-        for kind in kinds
-    )
-    return tuple(mesh.index(rank, dim) for dim in p.dims), terms
+    terms = [tuple(axis for axis, axis_kind in kind_of if axis_kind == kind)
+             for kind in sorted({kind for _, kind in kind_of})]  # fmt: skip
+    numbers = [0] * mesh.size
+    for axes in (*p.dims, *terms):
+        if axes:
+            n, indices = mesh.axis_size(axes), shard_indices(mesh, axes)
+            numbers = [n * number + index for number, index in zip(numbers, indices, strict=True)]
+    number_of = dict(zip(mesh.devices, numbers, strict=True))
+    return [number_of[rank] for rank in group]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fshard._util.text import bytes_text
 from fshard.layout.spec import Spec
+from fshard.program.cost.traffic import max_local_nbytes
 from fshard.show.table import Column, Row, Table
 from fshard.state.modules.distributed_module import DistributedModule, module_table_hook
 
@@ -35,18 +36,13 @@ def module_table(distributed: DistributedModule) -> Table:
     names = _all_names(distributed)
     specs = {name: spec for group in distributed.specs.values() for name, spec in group.items()}
     rows = [_row(" = ".join(names[name]), spec) for name, spec in specs.items()]
-    nbytes = [spec.nbytes for spec in specs.values()], [*map(_largest, specs.values())]
+    nbytes = [spec.nbytes for spec in specs.values()], [*map(max_local_nbytes, specs.values())]
     footer: Row = ("", "", *(bytes_text(sum(counts)) for counts in nbytes))
     return Table(repr(distributed), COLUMNS, tuple(rows), (footer,))
 
 
 def _row(name: str, spec: Spec) -> Row:
-    return name, str(spec), bytes_text(spec.nbytes), bytes_text(_largest(spec))
-
-
-def _largest(spec: Spec) -> int:
-    """Return the bytes of the largest shard."""
-    return max(map(spec.local_nbytes, spec.mesh.ranks))
+    return name, str(spec), bytes_text(spec.nbytes), bytes_text(max_local_nbytes(spec))
 
 
 def _all_names(distributed: DistributedModule) -> dict[str, list[str]]:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fshard._util.text import WIDTH, bytes_text, ratio_text, time_text
+from fshard._util.text import WIDTH, bytes_text, percent_text, ratio_text, time_text
+from fshard.program.cost.model import StepTime, step_link, step_parts
 from fshard.program.cost.topology import Topology
+from fshard.program.cost.traffic import step_axes
 from fshard.program.lower_bound import lower_bound
-from fshard.program.program import Program, explain_program_hook
+from fshard.program.program import Program, explain_program_hook, wire_specs
+from fshard.program.steps import Step
 from fshard.show.table import Column, Table
 
 STEPS = (
     Column("step", wrap=True), Column("spec after", wrap=True), Column("sent", right=True),
     Column("time", right=True), Column("memory", right=True),
+)  # fmt: skip
+TIMES = (
+    Column("time of", wrap=True), Column("startup", right=True), Column("wire", right=True),
+    Column("copies", right=True), Column("link", wrap=True),
 )  # fmt: skip
 SUMMARY = (
     Column("busiest rank"), Column("this program", right=True),
@@ -23,10 +31,11 @@ SUMMARY = (
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Explanation:
-    """Tables of a program's steps and totals on a topology; prints as text, in rich and as HTML.
+    """Tables of a program's steps, times and totals on a topology; prints as text, rich and HTML.
 
-    Bytes are the busiest rank's, times are estimates of an alpha-beta model, memory is the larger
-    of a step's input and output. The lower bounds hold for every program between the two specs.
+    Bytes are the busiest rank's, times are estimates of the LogGP model: startup (launch, rounds
+    and messages), bytes on the wire, and copies. Memory is the larger of a step's input and output.
+    The lower bounds hold for every program between the two specs.
 
     Attributes:
         prog: The program.
@@ -50,6 +59,40 @@ class Explanation:
         return Table(title, STEPS, tuple(rows), notes=() if prog.steps else ("nothing to do",))
 
     @property
+    def times(self) -> Table:
+        """One row per step that takes time: its startup, its wire and its copies, and its link."""
+        legs = [leg for leg in self._legs() if leg[1].total]
+        rows = [(str(step), *map(time_text, time), name) for step, time, name in legs]
+        return Table("", TIMES, tuple(rows), notes=(self.bound_text,) if rows else ())
+
+    @property
+    def bound_text(self) -> str:
+        """The part of the time that is the longest, with the link that it is spent on."""
+        shares: dict[str, float] = {}
+        for _, time, link in self._legs():
+            parts = f"startup on {link}", f"bandwidth of {link}", "copies in memory"
+            for name, seconds in zip(parts, time, strict=True):
+                shares[name] = shares.get(name, 0.0) + seconds
+        total = sum(shares.values())
+        if not total:
+            return "takes no time"
+        longest = max(shares, key=lambda name: shares[name])
+        share = percent_text(shares[longest], total)
+        return f"bound by {longest}: {share} of {time_text(total)}"
+
+    def _legs(self) -> Iterator[tuple[Step, StepTime, str]]:
+        """Yield every step, the parts of its time, and the name and figures of its link."""
+        wire = wire_specs(self.prog)
+        for step, src, dst in zip(self.prog.steps, wire, wire[1:], strict=False):
+            time, name = step_parts(self.topology, step, src, dst), ""
+            if time.startup or time.wire:
+                several = src.mesh != dst.mesh
+                axes = ", ".join(step_axes(step, src, dst))
+                link = step_link(self.topology, step, src, dst)
+                name = f"{'two meshes' if several else axes} ({link})"
+            yield step, time, name
+
+    @property
     def summary(self) -> Table:
         """Totals of the busiest rank beside the lower bounds."""
         cost = self.prog.cost(self.topology)
@@ -66,9 +109,14 @@ class Explanation:
         )  # fmt: skip
         return Table("", SUMMARY, rows)
 
+    @property
+    def _tables(self) -> list[Table]:
+        """All tables that have rows."""
+        return [table for table in (self.steps, self.times, self.summary) if table.rows]
+
     def text(self, width: int = WIDTH) -> str:
         """Return plain text of at most `width` columns."""
-        return f"{self.steps.text(width)}\n\n{self.summary.text(width)}"
+        return "\n\n".join(table.text(width) for table in self._tables)
 
     def __str__(self) -> str:
         return self.text()
@@ -78,11 +126,12 @@ class Explanation:
     def __rich__(self) -> Any:
         from rich.console import Group
 
-        return Group(self.steps, "", self.summary)
+        first, *others = self._tables
+        return Group(first, *(part for table in others for part in ("", table)))
 
     def html(self) -> str:
-        """Return two self-contained HTML tables."""
-        return f'{self.steps.html()}<div style="height:10px"></div>{self.summary.html()}'
+        """Return self-contained HTML tables."""
+        return '<div style="height:10px"></div>'.join(table.html() for table in self._tables)
 
     def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
         return {"text/plain": str(self), "text/html": self.html()}
@@ -101,6 +150,11 @@ def explain(prog: Program, topology: Topology) -> Explanation:
     ───────────────────────────────────────────────────────
     (start)               f32[8@x]                      8 B
     all_gather(x, dim 0)  f32[8]      24 B  7.45 µs    32 B
+    <BLANKLINE>
+    time of               startup     wire  copies  link
+    ───────────────────────────────────────────────────────────────────
+    all_gather(x, dim 0)  6.45 µs  1.00 µs    0 µs  x (0 µs, 24.0 MB/s)
+    bound by startup on x (0 µs, 24.0 MB/s): 87 % of 7.45 µs
     <BLANKLINE>
     busiest rank    this program  lower bound  ratio
     ────────────────────────────────────────────────

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 
@@ -71,5 +73,9 @@ def test_large_and_empty_programs_are_drawn() -> None:
     assert len(gathered.ranks) == MAX_MATRIX
     assert "8 of 65,536 ranks" in str(gathered)
     swapped = fs.redistribute(src, src.replace(partition=P("y", "x")))
-    assert "too many for a matrix" in str(fs.visualize(swapped))
+    assert "none of these ranks sends to another" in str(fs.visualize(swapped))
+    rows = fs.Spec(src.mesh, P(("x", "y")), shape=(65536, 256))
+    moved = fs.visualize(fs.Program(rows, (fs.Exchange(P(None, "x")),)))
+    assert isinstance(moved, ProgramPicture)
+    assert moved.transfers == dict.fromkeys(itertools.permutations(moved.ranks, 2), 4)
     assert "no rank sends anything" in str(fs.visualize(fs.redistribute(src, src)))

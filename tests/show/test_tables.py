@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import fshard as fs
 from fshard._util.text import bytes_text, rate_text, time_text, wrap
+from fshard.program.cost.model import step_parts
 from fshard.show.pictures.picture_grid import lengths
 from fshard.show.table import Column, Table
 from tests.helpers.strategies import spec_pairs
@@ -36,6 +37,11 @@ def test_text_of_explain() -> None:
         ────────────────────────────────────────────────────────────────────────────────
         (start)                     f32[1024@dp,512@tp]                        262,144 B
         all_to_all(tp, dim 1 -> 0)  f32[1024@(dp,tp),512]  196,608 B  8.71 µs  262,144 B
+
+        time of                     startup     wire   copies  link
+        ───────────────────────────────────────────────────────────────────────────
+        all_to_all(tp, dim 1 -> 0)  6.45 µs  2.00 µs  0.26 µs  tp (0 µs, 98.3 GB/s)
+        bound by startup on tp (0 µs, 98.3 GB/s): 74 % of 8.71 µs
 
         busiest rank    this program  lower bound  ratio
         ────────────────────────────────────────────────
@@ -64,6 +70,28 @@ def test_steps_of_explain_add_up(pair: tuple[fs.Spec, fs.Spec], sent: torch.dtyp
     assert sum(cost.time for cost in costs) == pytest.approx(prog.cost().time)
     rows = prog.explain().steps.rows[1:]
     assert [row[2] for row in rows] == [bytes_text(n) for n in prog.step_bytes]
+
+
+def test_explain_names_the_link_that_bounds_a_program() -> None:
+    src = fs.parse("f32[4096@dp,4096@tp]", MESH)
+    prog = fs.redistribute(src, src.replace(partition=fs.P()))
+    slow, fast = fs.Link(latency=1e-3, bandwidth=1e15), fs.Link(latency=0.0, bandwidth=1e12)
+    thin = fs.Link(latency=0.0, bandwidth=1e6)
+    for dp, memory, bound in (
+        (slow, 1e15, "startup on dp"),
+        (thin, 1e15, "bandwidth of dp"),
+        (fast, 1e9, "copies in memory"),
+    ):
+        links = {"dp": dp, "tp": fast}
+        topology = fs.Topology.of(links, launch=0.0, message=0.0, memory=memory)
+        explained = prog.explain(topology)
+        assert explained.bound_text.startswith(f"bound by {bound}")
+        triples = zip(prog.steps, prog.specs, prog.specs[1:], strict=False)
+        times = [step_parts(topology, *triple) for triple in triples]
+        assert sum(map(sum, times)) == pytest.approx(prog.cost(topology).time)
+        assert [row[1:4] for row in explained.times.rows] == [
+            tuple(map(time_text, time)) for time in times if any(time)
+        ]
 
 
 def test_table_wraps_its_widest_column() -> None:

@@ -18,7 +18,13 @@ from fshard.layout.validation import has_mixed_reductions
 from fshard.plan.search.all_to_all_edges import AxisRuns
 from fshard.plan.search.exchange_edges import Edge, ExchangeEdges, StepFactory
 from fshard.plan.search.problem import SearchProblem
-from fshard.plan.search.search_layout import Axes, SearchLayout, add_kinds, subsets
+from fshard.plan.search.search_layout import (
+    Axes,
+    SearchLayout,
+    add_kinds,
+    all_to_all_of,
+    subsets,
+)
 from fshard.program.cost.traffic import (
     Traffic,
     all_gather_traffic,
@@ -325,7 +331,7 @@ class CollectiveEdges(ExchangeEdges):
                 else None
             )
             copied = 2 * nbytes + 2 * problem.nbytes(new)
-            make_step = partial(_all_to_all, tuple(arguments))
+            make_step = partial(all_to_all_of, tuple(arguments))
             if edge := self.collective(make_step, axes, layout, new, swap, copied):
                 yield edge
 
@@ -350,8 +356,3 @@ class CollectiveEdges(ExchangeEdges):
 def _busy(layout: SearchLayout) -> set[str]:
     """Return the axes that shard a dim or are unreduced; the others are replicated."""
     return {axis for axes in layout.dims for axis in axes} | set(dict(layout.unreduced))
-
-
-def _all_to_all(pairs: tuple[tuple[Axes, int, int, tuple[int, ...] | None], ...]) -> AllToAll:
-    first, *others = pairs
-    return AllToAll(*first, also=tuple(AllToAll(*pair) for pair in others))

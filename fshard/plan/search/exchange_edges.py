@@ -14,7 +14,7 @@ from typing import Any
 from fshard.layout.partition_spec import Kinds
 from fshard.plan.search.exchange_targets import all_targets, direct_targets, swapped_inside
 from fshard.plan.search.problem import SearchProblem
-from fshard.plan.search.search_layout import Axes, SearchLayout
+from fshard.plan.search.search_layout import Axes, SearchLayout, exchange_to
 from fshard.program.cost.model import GATHERS
 from fshard.program.cost.traffic import NO_TRAFFIC, Traffic
 from fshard.program.steps import AllToAll, CollectivePermute, Exchange
@@ -89,7 +89,7 @@ class ExchangeEdges:
         if moved is None:
             if self.min_total(before, after, copied, reduced_ranks) > self.limit:
                 return None
-            moved = problem.traffic(make_step(), before, after, reduced_ranks)
+            moved = problem.traffic(make_step, axes, before, after, reduced_ranks)
         if moved.launches and not problem.empty:
             cost = problem.cost(axes, moved, copied, make_step.func not in GATHERS)
         else:
@@ -156,7 +156,7 @@ class ExchangeEdges:
                 continue
             if target == layout or not _can_exchange(layout.reduced, target):
                 continue
-            make_step = partial(_exchange, target)
+            make_step = partial(exchange_to, target)
             moved, copied = None, packed + unpacked
             even = problem.is_even_along(layout, target)
             converted = problem.converted_axes(layout, target)
@@ -204,7 +204,3 @@ def _can_exchange(reduced: Kinds, target: SearchLayout) -> bool:
 
 def _permute(target: SearchLayout) -> CollectivePermute:
     return CollectivePermute(target.partition)
-
-
-def _exchange(target: SearchLayout) -> Exchange:
-    return Exchange(target.partition, target.sizes)

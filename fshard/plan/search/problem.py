@@ -10,11 +10,20 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Set
+from collections.abc import Callable, Collection, Iterable, Set
 from typing import Literal
 
 from fshard.layout.spec import Spec
-from fshard.plan.search.search_layout import Axes, Dims, DimSizes, SearchLayout, subsets
+from fshard.plan.search.search_layout import (
+    Axes,
+    Dims,
+    DimSizes,
+    SearchLayout,
+    all_to_all_of,
+    exchange_to,
+    hashed_once,
+    subsets,
+)
 from fshard.program.cost.links import JOIN, Link
 from fshard.program.cost.model import collective_time
 from fshard.program.cost.rank_overlap import DimShardings, RankOverlap, index_of_largest
@@ -30,7 +39,7 @@ from fshard.program.cost.traffic import (
 )
 from fshard.program.exchange_boxes import axis_positions, converted
 from fshard.program.infer import join_sizes, permute_signature, split_sizes
-from fshard.program.steps import AllToAll, Exchange, Step
+from fshard.program.steps import AllToAll, Step
 
 LAUNCH_COST = 1e-2
 """Cost of a launch in bytes: launches break ties of programs that receive equally many bytes."""
@@ -84,6 +93,7 @@ class SearchProblem:
         self.specs: dict[SearchLayout, Spec] = {}
         self.rank_overlap: RankOverlap | None = None
         self.split_cache: dict[tuple[int, DimSizes, Axes, Axes], DimSizes] = {}
+        self.join_cache: dict[tuple[DimSizes, int], DimSizes] = {}
         self.rank_counts: dict[Axes, int] = {}
         self.parts: dict[tuple[int, Axes, Axes, Set[str]], DimTraffic | None] = {}
         self.dim_overlaps: dict[tuple[int, Axes, frozenset[str]], tuple[int, int, bool]] = {}
@@ -199,19 +209,23 @@ class SearchProblem:
         return LOCAL_COST if self.topology is None else copied / self.topology.memory
 
     def traffic(
-        self, step: Step, before: SearchLayout, after: SearchLayout, reduced_ranks: int
+        self,
+        make_step: Callable[[], Step],
+        axes: Axes,
+        before: SearchLayout,
+        after: SearchLayout,
+        reduced_ranks: int,
     ) -> Traffic:
         """Return the traffic of a step that has no closed form, of some ranks of large meshes."""
-        estimated = self.overlap().complete or self.src.mesh.size > MAX_EXACT_RANKS
-        if estimated and not self.empty:
-            if isinstance(step, Exchange):
+        kind, large = getattr(make_step, "func", None), self.src.mesh.size > MAX_EXACT_RANKS
+        if (large or self.overlap().complete) and not self.empty:
+            if kind is exchange_to:
                 converted = self.converted_axes(before, after)
                 return self.exchange_traffic_by_rank(before, after, reduced_ranks, converted)
-            if isinstance(step, AllToAll) and step.also:
+            if kind is all_to_all_of or (large and kind is AllToAll):
                 moved = self.exchange_traffic_by_rank(before, after, 1, NO_AXES)
-                axes = tuple(axis for pair in step.pairs for axis in pair.axes)
                 return moved._replace(messages=self.num_ranks(axes) - 1, rounds=1)
-        return traffic(step, self.spec(before), self.spec(after))
+        return traffic(make_step(), self.spec(before), self.spec(after))
 
     # -- parts of edges ---------------------------------------------------------------
 
@@ -219,7 +233,10 @@ class SearchProblem:
         """Return the layout without `axes`, the most minor ones of `dim`."""
         sizes = layout.sizes[dim]
         if sizes is not None:
-            sizes = join_sizes(sizes, self.num_ranks(axes))
+            key = sizes, self.num_ranks(axes)
+            if key not in self.join_cache:
+                self.join_cache[key] = hashed_once(join_sizes(*key))
+            sizes = self.join_cache[key]
         return layout.replace_dim(dim, layout.dims[dim][: -len(axes)], sizes)
 
     def append_axes(self, layout: SearchLayout, dim: int, axes: Axes) -> SearchLayout:
@@ -240,7 +257,7 @@ class SearchProblem:
             return _INDIVISIBLE
         key = (dim, layout.sizes[dim], axes, dim_axes)
         if key not in self.split_cache:
-            self.split_cache[key] = self._split_sizes(layout, dim, axes, dim_axes)
+            self.split_cache[key] = hashed_once(self._split_sizes(layout, dim, axes, dim_axes))
         return self.split_cache[key]
 
     def _split_sizes(self, layout: SearchLayout, dim: int, axes: Axes, dim_axes: Axes) -> DimSizes:

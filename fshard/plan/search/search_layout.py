@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from fshard.layout.partition_spec import Kinds, PartitionSpec
 from fshard.layout.spec import Spec
+from fshard.program.steps import AllToAll, Exchange
 
 Axes = tuple[str, ...]
 Dims = tuple[Axes, ...]
@@ -65,6 +66,17 @@ class SearchLayout(NamedTuple):
             self.reduced,
             (*self.sizes[:dim], hashed_once(sizes), *self.sizes[dim + 1 :]),
         )
+
+
+def exchange_to(target: SearchLayout) -> Exchange:
+    """Return the exchange to a layout."""
+    return Exchange(target.partition, target.sizes)
+
+
+def all_to_all_of(pairs: tuple[tuple[Axes, int, int, DimSizes], ...]) -> AllToAll:
+    """Return the all-to-all of runs of axes: each from its dim to its dim of sizes."""
+    first, *others = pairs
+    return AllToAll(*first, also=tuple(AllToAll(*pair) for pair in others))
 
 
 def add_kinds(kinds: Kinds, axes: Axes, kind: object) -> Kinds:

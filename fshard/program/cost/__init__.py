@@ -6,6 +6,7 @@
 - `topology`: `Topology`, the machine: links, launch and message times, rates of computation.
 - `topology_files`: files of topologies.
 - `shard_overlap`: elements that the worst-placed rank needs, holds and lacks; defines these words.
+- `dim_overlap`: one dim's factors, at many coordinates.
 - `rank_overlap`: the same for each rank.
 - `traffic`: bytes, messages and rounds of the busiest rank in a step.
 - `rank_loads`: bytes of each rank in a step, to be added up over a batch.

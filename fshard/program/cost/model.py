@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from fshard._util.notebook_view import NotebookView
 from fshard._util.text import bytes_text, plural, time_text
@@ -93,27 +94,52 @@ GATHERS = (AllGather, AllReduce, ReduceScatter)
 """Steps whose values all ranks of a group need or add up; others are exchanges for a `link`."""
 
 
-def collective_time(topology: Topology, link: Link, moved: Traffic, copied: int) -> float:
+class StepTime(NamedTuple):
+    """Seconds of a step by what they are spent on.
+
+    Attributes:
+        startup: Launch, rounds and messages, which do not depend on the size of the tensor.
+        wire: Bytes of the busiest rank on its link.
+        copies: Reads and writes of its own memory.
+    """
+
+    startup: float
+    wire: float
+    copies: float
+
+    @property
+    def total(self) -> float:
+        """The sum."""
+        return self.startup + self.wire + self.copies
+
+
+def collective_parts(topology: Topology, link: Link, moved: Traffic, copied: int) -> StepTime:
     """Return the seconds of a collective: launch, rounds, messages, bytes on the link, copies.
 
     The model is LogGP (Alexandrov et al. 1995); an alpha-beta model has rounds and bytes alone.
     """
-    return (
-        topology.launch
-        + moved.rounds * link.latency
-        + moved.messages * topology.message
-        + max(moved.sent, moved.received) / link.bandwidth
-        + copied / topology.memory
-    )
+    startup = topology.launch + moved.rounds * link.latency + moved.messages * topology.message
+    wire = max(moved.sent, moved.received) / link.bandwidth
+    return StepTime(startup, wire, copied / topology.memory)
 
 
-def step_time(topology: Topology, step: Step, src: Spec, dst: Spec) -> float:
-    """Return the seconds of one step: its collective with the copies around it, or a local copy."""
+def collective_time(topology: Topology, link: Link, moved: Traffic, copied: int) -> float:
+    """Return the seconds of a collective, the sum of its `collective_parts`."""
+    return collective_parts(topology, link, moved, copied).total
+
+
+def step_parts(topology: Topology, step: Step, src: Spec, dst: Spec) -> StepTime:
+    """Return the seconds of one step: its collective with the copies around it, or local copies."""
     moved = traffic(step, src, dst)
     copied = copied_bytes(step, src, dst, moved.launches)
     if not moved.launches:
-        return copied / topology.memory
-    return collective_time(topology, step_link(topology, step, src, dst), moved, copied)
+        return StepTime(0.0, 0.0, copied / topology.memory)
+    return collective_parts(topology, step_link(topology, step, src, dst), moved, copied)
+
+
+def step_time(topology: Topology, step: Step, src: Spec, dst: Spec) -> float:
+    """Return the seconds of one step, the sum of its `step_parts`."""
+    return step_parts(topology, step, src, dst).total
 
 
 def step_link(topology: Topology, step: Step, src: Spec, dst: Spec) -> Link:

@@ -15,11 +15,19 @@ from typing import NamedTuple
 from fshard.layout.mesh import Mesh
 from fshard.layout.spec import Spec
 from fshard.program.cost.model import copy_passes
-from fshard.program.cost.rank_overlap import Ranks, Vector, local_bytes, needed_bytes, overlap_bytes
+from fshard.program.cost.rank_overlap import (
+    Ranks,
+    Vector,
+    local_bytes,
+    needed_bytes,
+    overlap_bytes,
+    places,
+)
 from fshard.program.cost.shard_overlap import shard_indices
 from fshard.program.cost.traffic import ceil_share, exchange_peers, step_axes, traffic
 from fshard.program.exchange_boxes import converted_axes, reduction_axes
-from fshard.program.halo_boxes import halo_counts, owners_of
+from fshard.program.halo_boxes import dim_shares, join_shares, owners_of
+from fshard.program.halo_steps import HaloStep
 from fshard.program.steps import (
     AllGather,
     AllReduce,
@@ -103,12 +111,24 @@ def _uneven_load(
                 _times(num_partials, needs), holds
             )
         case HaloExchange() | HaloReduce():
-            owners, item = owners_of(step, src, dst), src.dtype.itemsize
-            inside = [halo_counts(step, owners, r)[:2] if r in src.mesh else (0, 0) for r in ranks]
-            lent, lacking = (_times(item, counts) for counts in zip(*inside, strict=True))
+            counts = _halo_counts(step, owners_of(step, src, dst), ranks)
+            lent, lacking = (_times(src.dtype.itemsize, column) for column in counts)
             return (lent, lacking) if isinstance(step, HaloExchange) else (lacking, lent)
         case _:  # a permutation
             return before, after
+
+
+def _halo_counts(step: HaloStep, owners: Spec, ranks: Ranks) -> tuple[Vector, Vector]:
+    """Return the elements that each rank has in windows of others, and those that it lacks."""
+    columns = []
+    for dim, axes in enumerate(owners.partition.dims):
+        shares = dim_shares(step, owners, dim)
+        columns.append([shares[i] for i in shard_indices(owners.mesh, axes)])
+    rows = [*zip(*columns, strict=True)]
+    counts = {row: join_shares(row)[:2] for row in {*rows}}
+    own = [counts[rows[i]] if i >= 0 else (0, 0) for i in places(owners.mesh, ranks)]
+    lent, lacking = zip(*own, strict=True)
+    return lent, lacking
 
 
 def _times(n: int, xs: Vector) -> Vector:

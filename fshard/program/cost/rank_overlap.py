@@ -15,11 +15,12 @@ from functools import lru_cache
 
 from fshard.layout.mesh import Mesh
 from fshard.layout.spec import Spec
+from fshard.program.cost.dim_overlap import Interval
 from fshard.program.cost.shard_overlap import (
     NO_AXES,
-    Interval,
-    dim_pieces,
     masks_by_coordinate,
+    meeting_pieces,
+    piece_edges,
     shard_indices,
     shard_intervals,
 )
@@ -58,6 +59,7 @@ class RankOverlap:
         self._intervals: dict[tuple[int, DimSharding], list[Interval]] = {}
         self._dim_holds: dict[tuple[int, DimSharding, DimSharding], list[int]] = {}
         self._pieces: dict[tuple[int, DimSharding, DimSharding, Set[str]], int] = {}
+        self._edges: dict[tuple[int, DimSharding], list[int]] = {}
         self._dim_needs: dict[tuple[int, DimSharding, DimSharding, Set[str]], list[int]] = {}
         self._numels: dict[DimShardings, list[int]] = {}
         self._holds: dict[tuple[DimShardings, DimShardings], list[int]] = {}
@@ -121,7 +123,11 @@ class RankOverlap:
                 masks: Iterable[tuple[bool, ...] | None] = [None]
                 if not converted.isdisjoint(before[0]):
                     masks = masks_by_coordinate(self.mesh.shape, before[0], converted)
-                most = self._pieces[key] = max(dim_pieces(sizes, targets, mask) for mask in masks)
+                edges = self._edges.get((dim, before))
+                if edges is None:
+                    edges = self._edges[dim, before] = piece_edges(sizes)
+                most = max(meeting_pieces(edges, sizes, targets, mask) for mask in masks)
+                self._pieces[key] = most
             count *= most
         return count
 
@@ -237,15 +243,22 @@ def local_bytes(spec: Spec, ranks: Ranks) -> Vector:
     if any(spec.sizes):
         return overlap_bytes(spec, spec, ranks)
     local = max_local_nbytes(spec)
-    return tuple(local if rank in spec.mesh else 0 for rank in ranks)
+    return tuple([local if place >= 0 else 0 for place in places(spec.mesh, ranks)])
 
 
 @lru_cache(maxsize=512)
 def overlap_bytes(src: Spec, dst: Spec, ranks: Ranks) -> Vector:
     """Return the bytes of its local of `dst` that each rank holds in that of `src`."""
+    sharded = [
+        dim
+        for dim, axes in enumerate(zip(src.partition.dims, dst.partition.dims, strict=True))
+        if any(axes)
+    ]
     item = src.dtype.itemsize
-    sizes = [item if rank in src.mesh and rank in dst.mesh else 0 for rank in ranks]
-    for dim in range(src.ndim):
+    item *= math.prod(n for dim, n in enumerate(src.shape) if dim not in sharded)
+    both = zip(places(src.mesh, ranks), places(dst.mesh, ranks), strict=True)
+    sizes = [item if min(pair) >= 0 else 0 for pair in both]
+    for dim in sharded:
         rows = zip(sizes, _intervals(src, dim, ranks), _intervals(dst, dim, ranks), strict=True)
         sizes = [
             size and size * max(0, min(stop, end) - max(start, begin))
@@ -261,24 +274,34 @@ def needed_bytes(src: Spec, dst: Spec, ranks: Ranks, converted: tuple[str, ...])
     """
     if not converted:
         return local_bytes(dst, ranks)
-    sizes = [dst.dtype.itemsize if rank in dst.mesh else 0 for rank in ranks]
+    inside = places(src.mesh, ranks)
+    sizes = [dst.dtype.itemsize if place >= 0 else 0 for place in places(dst.mesh, ranks)]
     for dim, axes in enumerate(src.partition.dims):
         masks = masks_by_coordinate(src.mesh.shape, axes, frozenset(converted))
         shards = [[*itertools.compress(shard_intervals(src, dim), mask)] for mask in masks]
         indices = shard_indices(src.mesh, tuple(axis for axis in axes if axis in converted))
-        index = dict(zip(src.mesh.devices, indices, strict=True))
-        rows = zip(ranks, sizes, _intervals(dst, dim, ranks), strict=True)
+        rows = zip(inside, sizes, _intervals(dst, dim, ranks), strict=True)
         sizes = [
             size
-            and size * sum(max(0, min(stop, b) - max(start, a)) for a, b in shards[index[rank]])
-            for rank, size, (start, stop) in rows
+            and size * sum(max(0, min(stop, b) - max(start, a)) for a, b in shards[indices[place]])
+            for place, size, (start, stop) in rows
         ]
     return tuple(sizes)
+
+
+@lru_cache(maxsize=128)
+def places(mesh: Mesh, ranks: Ranks) -> Sequence[int]:
+    """Return the place of each rank in `mesh.devices`, -1 for ranks outside of the mesh."""
+    if mesh.devices == ranks:
+        return range(mesh.size)
+    place = dict(zip(mesh.devices, range(mesh.size), strict=True))
+    return [place.get(rank, -1) for rank in ranks]
 
 
 def _intervals(spec: Spec, dim: int, ranks: Ranks) -> list[Interval]:
     """Return start and stop of each rank's shard of a dim, (0, 0) outside of the mesh."""
     intervals = shard_intervals(spec, dim)
     indices = shard_indices(spec.mesh, spec.partition.dims[dim])
-    index = dict(zip(spec.mesh.devices, indices, strict=True))
-    return [intervals[index[rank]] if rank in index else (0, 0) for rank in ranks]
+    return [
+        intervals[indices[place]] if place >= 0 else (0, 0) for place in places(spec.mesh, ranks)
+    ]

@@ -14,12 +14,13 @@ All files of `program` use these words, for one rank (or a group of ranks that p
 
 Overlaps are sets of elements; no computation overlaps a communication here.
 
-A shard is a box, a product of one interval per dim, so counts are products over dims. Four files
+A shard is a box, a product of one interval per dim, so counts are products over dims. Five files
 answer, each as fast as its question allows:
 
 - this one, for the worst rank, by closed forms of the axes of each dim where shards are even on one
   mesh (`even_overlap`), else over the coordinates that a dim depends on (`overlaps`), so that the
   work does not grow with the ranks;
+- `dim_overlap.py`, one dim's factors at many coordinates;
 - `rank_overlap.py`, for each rank of a mesh, as vectors, with tables of each dim for searches;
 - `traffic.py` and `rank_loads.py`, which make of these the bytes and messages of a step, for the
   busiest rank and for each;
@@ -34,15 +35,20 @@ import itertools
 import math
 import operator
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
+from fshard.program.cost.dim_overlap import (
+    DimOverlap,
+    Interval,
+    Points,
+    point_blocks,
+    point_overlaps,
+)
 
-Coords = Mapping[str, int]
 Dims = Sequence[tuple[str, ...]]
-Interval = tuple[int, int]
 Overlap = tuple[int, int]
 """Elements that a rank needs, and how many of them it holds."""
 
@@ -192,7 +198,21 @@ def dim_pieces(
     >>> dim_pieces((3, 2, 3), [(0, 4), (4, 8)], (True, False, True))
     1
     """
-    edges = list(itertools.accumulate([n for n in have if n]))
+    return meeting_pieces(piece_edges(have), have, targets, mask)
+
+
+def piece_edges(have: Iterable[int]) -> list[int]:
+    """Return the ends of all shards that are not empty."""
+    return list(itertools.accumulate([n for n in have if n]))
+
+
+def meeting_pieces(
+    edges: list[int],
+    have: Sequence[int],
+    targets: Iterable[Interval],
+    mask: Sequence[bool] | None = None,
+) -> int:
+    """Return `dim_pieces` of shards with known `piece_edges`."""
     full = [target for target in targets if target[0] < target[1]]
     first = [bisect_right(edges, start) for start, _ in full]
     last = [bisect_left(edges, stop) + 1 for _, stop in full]
@@ -224,7 +244,7 @@ def overlaps(
         if pair is not None:
             return {pair}
     front: set[Overlap] = {(1, 1)}
-    all_dims = [_DimOverlap(src, dst, dim, group, converted) for dim in range(src.ndim)]
+    all_dims = [DimOverlap(src, dst, dim, group, converted) for dim in range(src.ndim)]
     for dims_ in _components(all_dims):
         part = _component_overlaps(dims_, src.mesh.shape)
         front = _front((n * a, h * b) for (n, h), (a, b) in itertools.product(front, part))
@@ -247,7 +267,9 @@ def shared_elements(src: Spec, dst: Spec) -> int:
     before, after = ({a for axes in spec.partition.dims for a in axes} for spec in (src, dst))
     dst = _without_minor_axes(dst, after - before)
     after = {axis for axes in dst.partition.dims for axis in axes}
-    all_dims = [_DimOverlap(src, dst, dim, tuple(before - after)) for dim in range(src.ndim)]
+    all_dims = [
+        DimOverlap(src, dst, dim, tuple(before - after), NO_AXES) for dim in range(src.ndim)
+    ]
     total, left = 1, set(after)
     for dims in _components(all_dims):
         axes = tuple(dict.fromkeys(axis for dim in dims for axis in dim.axes))
@@ -255,11 +277,8 @@ def shared_elements(src: Spec, dst: Spec) -> int:
         if math.prod(src.mesh.shape[axis] for axis in axes) > MAX_COORDINATES:
             total *= math.prod(dim.length for dim in dims)
             continue
-        total *= sum(
-            math.prod(dim.overlap(coords)[1] for dim in dims)
-            for point in itertools.product(*(range(src.mesh.shape[axis]) for axis in axes))
-            for coords in [dict(zip(axes, point, strict=True))]
-        )
+        blocks = point_blocks({axis: src.mesh.shape[axis] for axis in axes})
+        total *= sum(sum(point_overlaps(dims, points)[1]) for points in blocks)
     return total * math.prod(src.mesh.shape[axis] for axis in left)
 
 
@@ -288,9 +307,9 @@ def _front(pairs: Iterable[Overlap]) -> set[Overlap]:
     return front
 
 
-def _components(dims: Iterable[_DimOverlap]) -> list[list[_DimOverlap]]:
+def _components(dims: Iterable[DimOverlap]) -> list[list[DimOverlap]]:
     """Group the dims so that dims of different groups depend on different axes."""
-    groups: list[list[_DimOverlap]] = []
+    groups: list[list[DimOverlap]] = []
     for dim in dims:
         near = [group for group in groups if any({*dim.axes} & {*other.axes} for other in group)]
         groups = [group for group in groups if group not in near]
@@ -298,134 +317,26 @@ def _components(dims: Iterable[_DimOverlap]) -> list[list[_DimOverlap]]:
     return groups
 
 
-def _component_overlaps(dims: Sequence[_DimOverlap], axis_sizes: Mapping[str, int]) -> set[Overlap]:
+def _component_overlaps(dims: Sequence[DimOverlap], axis_sizes: Mapping[str, int]) -> set[Overlap]:
     """Return `overlaps` of the dims of one component."""
     most = math.prod(dim.widest for dim in dims)
-    axes = tuple(dict.fromkeys(axis for dim in dims for axis in dim.axes))
-    # Each dim's factor is computed once for the coordinates that it depends on.
-    tables: list[dict[tuple[int, ...], Overlap]] = [{} for _ in dims]
-    positions = [tuple(map(axes.index, dim.axes)) for dim in dims]
+    sizes = {axis: axis_sizes[axis] for dim in dims for axis in dim.axes}
     pairs: set[Overlap] = set()
-    for point in _points(dims, axes, axis_sizes):
-        needs = holds = 1
-        for dim, places, table in zip(dims, positions, tables, strict=True):
-            key = tuple([point[place] for place in places])
-            pair = table.get(key)
-            if pair is None:
-                pair = table[key] = dim.overlap(dict(zip(dim.axes, key, strict=True)))
-            needs *= pair[0]
-            holds *= pair[1]
-        if holds == 0 and needs == most:
-            return {(needs, holds)}  # no other can be worse
-        pairs.add((needs, holds))
+    for points in itertools.chain([_likely_points(dims, sizes)], point_blocks(sizes)):
+        pairs.update(zip(*point_overlaps(dims, points), strict=True))
+        if (most, 0) in pairs:
+            return {(most, 0)}  # no other can be worse
     return _front(pairs)
 
 
-def _points(
-    dims: Sequence[_DimOverlap], axes: tuple[str, ...], axis_sizes: Mapping[str, int]
-) -> Iterator[tuple[int, ...]]:
-    """Yield every coordinate along `axes`, beginning with those that are likely to be worst."""
-    likely = {axis: {0, axis_sizes[axis] - 1} for axis in axes}
+def _likely_points(dims: Iterable[DimOverlap], axis_sizes: Mapping[str, int]) -> Points:
+    """Return the coordinates that are likely to be worst: ends, and those of the widest shards."""
+    likely = {axis: {0, n - 1} for axis, n in axis_sizes.items()}
     for dim in dims:
         for axis, coordinate in dim.widest_coords().items():
             likely[axis].add(coordinate)
-    corners = itertools.product(*(sorted(likely[axis]) for axis in axes))
-    all_points = itertools.product(*(range(axis_sizes[axis]) for axis in axes))
-    return itertools.chain(corners, all_points)
-
-
-class _DimOverlap:
-    """Length of one dim that a rank needs and that its group holds, by the rank's coordinates.
-
-    `axes` are the axes on which that depends. If both layouts are even and begin with the same
-    axes, one shard along these stands for all.
-    """
-
-    def __init__(
-        self, src: Spec, dst: Spec, dim: int, group: tuple[str, ...], converted: Set[str] = NO_AXES
-    ) -> None:
-        self.axis_sizes = axis_sizes = src.mesh.shape
-        have = [axis for axis in src.partition.dims[dim] if axis_sizes[axis] > 1]
-        need = [axis for axis in dst.partition.dims[dim] if axis_sizes[axis] > 1]
-        self.length = src.shape[dim]
-        if src.sizes[dim] is None and dst.sizes[dim] is None:
-            while have and need and have[0] == need[0]:
-                self.length //= axis_sizes[have.pop(0)]
-                need.pop(0)
-        self.apart = [axis for axis in have if axis not in group]
-        self.have, self.need = (have if self.apart else []), need
-        self.converted = [axis for axis in self.have if axis in converted]
-        self.src_stops = _stops(src.sizes[dim]) if self.apart else None
-        self.dst_stops = _stops(dst.sizes[dim])
-        sizes = dst.sizes[dim]
-        self.widest = max(sizes or (self.length // math.prod(axis_sizes[a] for a in need),))
-        even = self.src_stops is None and self.dst_stops is None
-        alike = even and not (self.apart and need)
-        self.axes = () if alike else tuple(dict.fromkeys((*need, *self.apart)))
-
-    def overlap(self, coords: Coords) -> Overlap:
-        """Return the length that the rank at `coords` needs, and how much its group holds."""
-        if not self.axes:
-            coords = dict.fromkeys((*self.need, *self.apart), 0)
-        low, high = self._interval(self.need, self.dst_stops, coords)
-        needs = high - low
-        if self.converted:
-            needs = self._common(low, high, self.converted, coords)
-        return needs, self._common(low, high, self.apart, coords) if self.apart else needs
-
-    def _common(self, low: int, high: int, fixed: list[str], coords: Coords) -> int:
-        """Return the length of an interval in source shards with the rank's coords on `fixed`."""
-        if self.src_stops is None:
-            below_high, below_low = (self._below(end, fixed, coords) for end in (high, low))
-            return below_high - below_low
-        swept = [axis for axis in self.have if axis not in fixed]
-        total = 0
-        for point in itertools.product(*(range(self.axis_sizes[axis]) for axis in swept)):
-            holder = {**coords, **dict(zip(swept, point, strict=True))}
-            start, stop = self._interval(self.have, self.src_stops, holder)
-            total += max(0, min(high, stop) - max(low, start))
-        return total
-
-    def widest_coords(self) -> dict[str, int]:
-        """Return the coordinates of the largest target shard, if shards differ."""
-        if not self.axes or self.dst_stops is None:
-            return {}
-        widths = [stop - start for start, stop in itertools.pairwise((0, *self.dst_stops))]
-        index = widths.index(max(widths))
-        coords = {}
-        for axis in reversed(self.need):
-            index, coords[axis] = divmod(index, self.axis_sizes[axis])
-        return coords
-
-    def _interval(self, axes: list[str], stops: tuple[int, ...] | None, coords: Coords) -> Interval:
-        """Return the interval of the shard at `coords`; `stops` are None for even shards."""
-        index = 0
-        for axis in axes:
-            index = index * self.axis_sizes[axis] + coords[axis]
-        if stops is not None:
-            return stops[index - 1] if index else 0, stops[index]
-        width = self.length // math.prod(self.axis_sizes[axis] for axis in axes)
-        return index * width, (index + 1) * width
-
-    def _below(self, end: int, fixed: list[str], coords: Coords) -> int:
-        """Count the elements before `end` in even source shards at `coords` along `fixed`."""
-        width, count = self.length, 0
-        parts = math.prod(self.axis_sizes[axis] for axis in fixed)
-        for axis in self.have:
-            width //= self.axis_sizes[axis]
-            digit, rest = divmod(end, width)
-            if axis not in fixed:
-                count, end = count + digit * (width // parts), rest
-                continue
-            parts //= self.axis_sizes[axis]
-            if digit != coords[axis]:
-                return count + (width // parts if digit > coords[axis] else 0)
-            end = rest
-        return count + end
-
-
-def _stops(sizes: tuple[int, ...] | None) -> tuple[int, ...] | None:
-    return None if sizes is None else tuple(itertools.accumulate(sizes))
+    columns = zip(*itertools.product(*likely.values()), strict=True)
+    return dict(zip(axis_sizes, map(list, columns), strict=True))
 
 
 # -- two meshes, rank by rank ---------------------------------------------------------------

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from functools import lru_cache
-from itertools import zip_longest
 from typing import NamedTuple, assert_never
 
 from fshard.layout.partition_spec import Kinds
@@ -25,7 +25,7 @@ from fshard.program.cost.shard_overlap import (
     pieces,
 )
 from fshard.program.exchange_boxes import converted_axes, exchange_axes, reduction_axes
-from fshard.program.halo_boxes import halo_axes, halo_counts, owners_of
+from fshard.program.halo_boxes import dim_shares, halo_axes, join_shares, owners_of
 from fshard.program.halo_steps import HaloStep
 from fshard.program.steps import (
     AllGather,
@@ -261,10 +261,9 @@ def traffic(step: Step, src: Spec, dst: Spec) -> Traffic:
 
 def _halo_traffic(step: HaloStep, src: Spec, dst: Spec) -> Traffic:
     owners, item = owners_of(step, src, dst), src.dtype.itemsize
-    axes, ranks = halo_axes(step, src), src.mesh.ranks
-    if not any(sizes for sizes, w in zip_longest(src.sizes, step.windows) if w is None):
-        ranks = src.mesh.group(ranks[0], axes)
-    counts = [halo_counts(step, owners, rank) for rank in ranks]
+    # Ranks have every choice of one shard per dim; few shards of a dim differ.
+    choices = [{*dim_shares(step, owners, dim)} for dim in range(owners.ndim)]
+    counts = map(join_shares, itertools.product(*choices))
     sent, received, peers = map(max, zip(*counts, strict=True))
     if isinstance(step, HaloReduce):
         sent, received = received, sent
@@ -297,34 +296,37 @@ def _all_to_all_traffic(step: AllToAll, src: Spec, dst: Spec, n: int) -> Traffic
         return all_to_all_traffic(n, max_local_nbytes(src))
     dims = (step.src_dim, step.dst_dim)
     rest = math.prod(_widest(src, dim) for dim in range(src.ndim) if dim not in dims)
-    loads = [
-        (own_src * (dst_total - own_dst), own_dst * (src_total - own_src))
-        for src_total, src_sizes in _groups(src, step.src_dim, n)
-        for dst_total, dst_sizes in _groups(dst, step.dst_dim, n)
-        for own_src, own_dst in _pair_up(src_sizes, dst_sizes)
-    ]
-    sent, received = (max(counts) * rest for counts in zip(*loads, strict=True))
+    src_own, src_rest = _peaks(src, step.src_dim, n)
+    dst_own, dst_rest = _peaks(dst, step.dst_dim, n)
+    sent, received = (
+        rest * max(map(operator.mul, own, other))
+        for own, other in ((src_own, dst_rest), (dst_own, src_rest))
+    )
     return Traffic(sent * item, received * item, n - 1, 1)
 
 
 def _groups(spec: Spec, dim: int, n: int) -> list[tuple[int, tuple[int, ...]]]:
-    """Return the distinct groups of `n` neighbouring shards of a dim: their total, their sizes.
-
-    Even shards are listed once, so that the work does not grow with the ranks of an axis.
-    """
-    sizes = spec.sizes[dim]
-    if sizes is None:
-        width = spec.shape[dim] // spec.dim_shards(dim)
-        return [(n * width, (width,))]
+    """Return the distinct groups of `n` neighbouring shards of an uneven dim, and their totals."""
+    sizes = spec.shard_sizes(dim)
     groups = {sizes[i : i + n] for i in range(0, len(sizes), n)}
     return [(sum(group), group) for group in groups]
 
 
-def _pair_up(src: tuple[int, ...], dst: tuple[int, ...]) -> Iterable[tuple[int, int]]:
-    """Pair the shard sizes of the ranks of a group, of which even ones are listed once."""
-    if len(src) == 1 or len(dst) == 1:
-        return itertools.product(src, dst)
-    return zip(src, dst, strict=True)
+def _peaks(spec: Spec, dim: int, n: int) -> tuple[list[int], list[int]]:
+    """Return the largest shard of a dim, and the most in all other shards, by place in its group.
+
+    Groups of two dims meet in all pairs, so that these maxima meet.
+    """
+    if spec.sizes[dim] is None:
+        width = spec.shape[dim] // spec.dim_shards(dim)
+        return [width] * n, [(n - 1) * width] * n
+    groups = _groups(spec, dim, n)
+    others = [[total - size for size in sizes] for total, sizes in groups]
+    return _largest([sizes for _, sizes in groups]), _largest(others)
+
+
+def _largest(rows: Sequence[Sequence[int]]) -> list[int]:
+    return [*map(max, *rows)] if len(rows) > 1 else [*rows[0]]
 
 
 def on_one_mesh(src: Spec, dst: Spec) -> tuple[Spec, Spec]:

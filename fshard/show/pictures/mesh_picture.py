@@ -162,21 +162,23 @@ def _nodes(mesh: Mesh, size: int, width: int) -> Iterator[Line]:
     for rank in sorted(mesh.ranks):
         nodes.setdefault(rank // size, []).append(rank)
     shown = [*nodes] if len(nodes) <= MAX_NODES else [*[*nodes][: MAX_NODES - 2], [*nodes][-1]]
-    name = len(f"node {shown[-1]}")
+    name, digits = len(f"node {shown[-1]}"), len(str(nodes[shown[-1]][-1]))
+    texts = {number: _rank_text(nodes[number], digits) for number in shown}
+    wide = max(map(len, texts.values()))
     for number in shown:
         if number == shown[-1] and len(shown) < len(nodes):
             yield [TextSpan(f"… {len(nodes) - len(shown):,} more nodes")]
-        ranks = nodes[number]
-        text = f"{f'node {number}':<{name}} │ {_rank_text(ranks)} │ "
-        line = [TextSpan(text), *_shared(mesh, ranks)]
+        text = f"{f'node {number}':<{name}} │ {texts[number]:<{wide}} │ "
+        line = [TextSpan(text), *_shared(mesh, nodes[number])]
         yield line if len(line_text(line)) <= width else line[:1]
 
 
-def _rank_text(ranks: Sequence[int]) -> str:
-    """Return ranks, of many the first ones and the last."""
-    if len(ranks) <= MAX_RANKS:
-        return " ".join(map(str, ranks))
-    return f"{' '.join(map(str, ranks[:3]))} … {ranks[-1]}"
+def _rank_text(ranks: Sequence[int], digits: int) -> str:
+    """Return ranks of equally many digits, of many the first ones and the last."""
+    texts = [f"{rank:>{digits}}" for rank in ranks]
+    if len(texts) <= MAX_RANKS:
+        return " ".join(texts)
+    return f"{' '.join(texts[:3])} … {texts[-1]}"
 
 
 def _shared(mesh: Mesh, ranks: Sequence[int]) -> list[TextSpan]:

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from fshard._util.text import WIDTH
-from fshard.program.cost.model import copy_passes, step_link, step_time
+from fshard.program.cost.model import copy_passes, step_parts
 from fshard.program.cost.topology import Topology
 from fshard.program.cost.traffic import max_local_nbytes, traffic
 from fshard.program.program import Program, wire_specs
-from fshard.program.steps import CollectivePermute, Exchange
 from fshard.show.pictures.drawing import (
     MONO,
     Line,
@@ -28,8 +27,6 @@ from fshard.show.pictures.timeline import Bar, timeline_html, timeline_lines
 
 MAX_MATRIX = 8
 """Ranks of a matrix of at most so many rows; of more the first ones and the last."""
-MAX_EXCHANGE_RANKS = 4096
-"""Meshes of more ranks have no matrix of exchanges, whose pieces are listed rank by rank."""
 UNITS = (("bytes", 1), ("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30), ("TiB", 2**40))
 SHADES = ("", "#d6ecfa", "#abd9f4", "#80c6ee", "#56b4e9")
 
@@ -63,18 +60,11 @@ class ProgramPicture(Picture):
         topology, wire = self.topology, wire_specs(self.prog)
         bars, start = [], 0.0
         for step, src, dst in zip(self.prog.steps, wire, wire[1:], strict=False):
-            moved = traffic(step, src, dst)
-            packed, unpacked = copy_passes(step, src, dst, moved.launches)
-            before, after = (n * max_local_nbytes(s) / topology.memory
-                             for n, s in ((packed, src), (unpacked, dst)))  # fmt: skip
-            total = step_time(topology, step, src, dst)
-            link = total - before - after
-            pace = 0.0
-            if moved.launches:
-                bandwidth = step_link(topology, step, src, dst).bandwidth
-                pace = min(link, max(moved.sent, moved.received) / bandwidth)
-            parts = (("copies", before), ("latency", link - pace), ("bytes", pace),
-                     ("copies", after))  # fmt: skip
+            packed, _ = copy_passes(step, src, dst, traffic(step, src, dst).launches)
+            before = packed * max_local_nbytes(src) / topology.memory
+            time = step_parts(topology, step, src, dst)
+            parts = (("copies", before), ("latency", time.startup), ("bytes", time.wire),
+                     ("copies", time.copies - before))  # fmt: skip
             for kind, seconds in parts:
                 if seconds > 1e-12:
                     bars.append(Bar(str(step), f"{step}, {kind}", kind, start, start + seconds))
@@ -83,12 +73,9 @@ class ProgramPicture(Picture):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks of the matrix: all, or the first ones and the last; none if that is costly."""
+        """The ranks of the matrix: all, or the first ones and the last."""
         meshes = self.prog.src.mesh, self.prog.dst.mesh
         ranks = sorted({rank for mesh in meshes for rank in mesh.ranks})
-        if len(ranks) > MAX_EXCHANGE_RANKS and any(isinstance(step, Exchange | CollectivePermute)
-                                                   for step in self.prog.steps):  # fmt: skip
-            return ()
         shown = ranks if len(ranks) <= MAX_MATRIX else [*ranks[: MAX_MATRIX - 1], ranks[-1]]
         return tuple(shown)
 
@@ -103,7 +90,7 @@ class ProgramPicture(Picture):
         lines += plain(f"{self.prog.ends}, topology {self.topology.title}", width, bold=True)
         lines += [[], *_before_and_after(self.prog, width), []]
         lines += timeline_lines(self.bars, width)
-        return [*lines, [], *_matrix(self.transfers, self.ranks, self._count, width)]
+        return [*lines, [], *_matrix(self.prog, self.transfers, self.ranks, self._count, width)]
 
     @property
     def _count(self) -> int:
@@ -123,7 +110,7 @@ class ProgramPicture(Picture):
         )
         matrix = "\n".join(
             "".join(span.html for span in line)
-            for line in _matrix(self.transfers, self.ranks, self._count, 110)
+            for line in _matrix(self.prog, self.transfers, self.ranks, self._count, 110)
         )
         return (f'<div style="{MONO};font-size:12.5px;margin:4px 0">{heads}'
                 f'<div style="display:flex;flex-wrap:wrap;gap:24px">{ends}</div>'
@@ -148,12 +135,15 @@ def _before_and_after(prog: Program, width: int) -> list[Line]:
     return [*first, [], *second]
 
 
-def _matrix(transfers: Transfers, ranks: tuple[int, ...], count: int, width: int) -> list[Line]:
+def _matrix(
+    prog: Program, transfers: Transfers, ranks: tuple[int, ...], count: int, width: int
+) -> list[Line]:
     """Return the bytes of senders (rows) and receivers (columns), darker where they are more."""
-    if not ranks:
-        return plain(f"{count:,} ranks are too many for a matrix of who sends to whom", width)
     if not transfers:
-        return plain("no rank sends anything", width)
+        if prog.is_local:
+            return plain("no rank sends anything", width)
+        shown = ", ".join(map(str, ranks))
+        return plain(f"none of these ranks sends to another: {shown}, of {count:,}", width)
     most = max(transfers.values())
     unit, scale = next((u, s) for u, s in UNITS if most / s < 10_000)
     cells = [[_cell_text(transfers[a, b] / scale) if a != b else "" for b in ranks] for a in ranks]

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from fshard.layout.spec import Spec
 from fshard.program.cost.traffic import step_axes
-from fshard.program.exchange_boxes import local_box, receives
+from fshard.program.exchange_boxes import local_box, sent_elements
 from fshard.program.halo_boxes import owners_of, shard_pieces, volume, window_pieces
 from fshard.program.program import Program, wire_specs
 from fshard.program.steps import (
@@ -62,7 +62,7 @@ def _received(
 ) -> Iterator[tuple[int, int]]:
     """Yield the elements that a rank gets from others, at least from those of `among`."""
     if isinstance(step, Exchange):
-        yield from ((piece.peer, volume(piece.box)) for piece in receives(src, dst, rank))
+        yield from ((peer, sent_elements(src, dst, peer, rank)) for peer in among)
         return
     if rank not in src.mesh:
         return

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import torch
 
 from fshard._util.errors import fail
 from fshard.layout.mesh import Mesh, read_device_mesh
-from fshard.layout.sharded import Pair
+from fshard.layout.sharded import Pair, Sharded
 from fshard.layout.spec import Spec
-from fshard.layout.tree import is_pair
+from fshard.layout.tree import flatten, is_pair, leaf_names
 from fshard.partition.step_cost.memory_timeline import StepMemory
 from fshard.partition.step_cost.roofline import Roofline
 from fshard.program.cost.topology import Topology
@@ -22,17 +25,20 @@ from fshard.show.pictures.memory_picture import MemoryPicture
 from fshard.show.pictures.mesh_picture import MeshPicture
 from fshard.show.pictures.program_picture import ProgramPicture
 from fshard.show.pictures.step_picture import StepPicture
+from fshard.show.pictures.tree_picture import TreePicture
+from fshard.state.modules.distributed_module import DistributedModule
 
 WHERE = "fs.visualize"
 
 
-Drawable = Spec | Pair | Mesh | Program | Roofline | StepMemory
+Drawable = Any
+"""Spec, pair, tree of these, `Mesh`, `Program`, `Roofline`, `StepMemory` or distributed module."""
 
 
 def visualize(
     value: Drawable, /, *, header: str = "", values: bool = False, topology: Topology | None = None
 ) -> Picture:
-    """Draw a layout, a sharded tensor, a mesh on its machine, a program, or a partitioned step.
+    """Draw a layout, a tensor, a tree of them, a mesh on its machine, a program, or a step.
 
     Layouts: two dims are drawn in proportion, the last ones that are sharded, with a grid for each
     shard of the other dims. A cell is a shard with the ranks that hold it: a comma between
@@ -42,12 +48,15 @@ def visualize(
     `roofline()` of a partitioned call: its computation and collectives on a time axis. Its
     `memory()`: the bytes over time.
 
+    Trees of specs or pairs, and distributed modules: a row for each tensor by its path.
+
     Every mesh axis has a colour and a mark. Of many shards, ranks and nodes only the first and the
     last are shown.
 
     Args:
         value: A `Spec`; a (local, spec) pair, which also shows how its locals make up the global
-            tensor; a `Mesh`; a `Program`; a `Roofline` or a `StepMemory`.
+            tensor; a `Mesh`; a `Program`; a `Roofline` or a `StepMemory`; a tree of specs
+            or pairs.
         header: Line above the picture, as in DTensor's `visualize_sharding`.
         values: True to show the values of a pair in its cells, for small tensors. Replicas that
             differ are shown one by one.
@@ -93,13 +102,32 @@ def visualize(
         return ProgramPicture(value, as_topology(WHERE, topology, value.topology, meshes), header)
     if isinstance(value, Spec):
         return LayoutPicture(value, header=header)
+    if not is_pair(value) and (specs := _specs_by_path(value)):
+        return TreePicture(specs, header)
     return _pair_picture(value, header, values)
+
+
+def _specs_by_path(tree: object) -> tuple[tuple[str, Spec], ...]:
+    """Return the layouts of a tree of specs and pairs by path, none if it has other leaves."""
+    if isinstance(tree, DistributedModule):
+        return tuple(item for group in tree.specs.values() for item in group.items())
+    leaves, _ = flatten(tree)
+    specs = [leaf.spec if isinstance(leaf, Sharded) else leaf for leaf in leaves]
+    if not all(isinstance(spec, Spec) for spec in specs):
+        return ()
+    return tuple(sorted(zip(leaf_names(tree), specs, strict=True), key=_path_order))
+
+
+def _path_order(item: tuple[str, Spec]) -> list[tuple[bool, int | str]]:
+    """Return the parts of a path, numbers by their value: layer 2 comes before layer 10."""
+    parts = re.split(r"(\d+)", item[0])
+    return [(part.isdigit(), int(part) if part.isdigit() else part) for part in parts]
 
 
 def _pair_picture(value: Pair, header: str, values: bool) -> LayoutPicture:
     """Return the picture of a pair; raise `ShardingError` if it is not one that fits."""
     if not is_pair(value):
-        rule = "the value must be a Spec, a (local, spec) pair, a Mesh or a Program"
+        rule = "the value must be a Spec, a (local, spec) pair, a tree of them, a Mesh or a Program"
         fail(WHERE, f"a {type(value).__name__}", rule,
              "fs.visualize(spec) or fs.visualize((local, spec))")  # fmt: skip
     local, spec = value

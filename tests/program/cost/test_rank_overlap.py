@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from functools import partial
 
 import pytest
 
@@ -10,6 +11,7 @@ from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
 from fshard.plan.search.astar import search
 from fshard.plan.search.problem import SearchProblem
+from fshard.plan.search.search_layout import exchange_to
 from fshard.program.cost.rank_overlap import MAX_RANKS, RankOverlap, index_of_largest
 from fshard.program.cost.traffic import traffic
 from fshard.program.exchange_boxes import reduction_axes
@@ -27,7 +29,8 @@ def test_search_traffic_equals_spec_traffic(mesh: Mesh) -> None:
         problem = SearchProblem(src, dst, None, None, frozenset())
         num_partials = mesh.axis_size(tuple(src.partition.unreduced))
         if not problem.even:
-            moved = problem.traffic(step, problem.start, problem.goal, num_partials)
+            ends = problem.start, problem.goal
+            moved = problem.traffic(partial(exchange_to, problem.goal), (), *ends, num_partials)
             assert moved == traffic(step, src, dst), f"{src} -> {dst}"
 
 
@@ -101,7 +104,8 @@ def test_sampled_traffic_of_the_largest_shard_is_exact() -> None:
     dst = Spec(mesh, PartitionSpec(None, ("c", "a")), shape=(100, 90), uneven="chunk")
     problem = SearchProblem(src, dst, None, None, frozenset())
     step = Exchange(dst.partition, dst.sizes)
-    sampled = problem.traffic(step, problem.start, problem.goal, 1)
+    ends = problem.start, problem.goal
+    sampled = problem.traffic(partial(exchange_to, problem.goal), (), *ends, 1)
     assert sampled.received == traffic(step, src, dst).received
 
 

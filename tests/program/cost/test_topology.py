@@ -81,7 +81,7 @@ def test_links_of_a_huge_cluster() -> None:
             "given: launch=-1.0\n  rule:  launch must",
         ),
         (lambda: Topology.of({}, message="1 us"), "given: message='1 us'\n"),  # type: ignore[arg-type]
-        (lambda: Link("fast", 1), "bandwidth above 0"),  # type: ignore[arg-type]
+        (lambda: Link("fast", 1), "latency must be a number"),  # type: ignore[arg-type]
     ],
 )
 def test_invalid_topologies_are_refused(make: Callable[[], object], message: str) -> None:
@@ -89,10 +89,50 @@ def test_invalid_topologies_are_refused(make: Callable[[], object], message: str
         make()
 
 
-@pytest.mark.parametrize("link", [(-1, 1), (1, 0), (1, -1)])
-def test_invalid_links_are_refused(link: tuple[float, float]) -> None:
-    with pytest.raises(ShardingError, match="latency must be at least 0 and bandwidth above 0"):
+@pytest.mark.parametrize(
+    ("link", "name"),
+    [((-1, 1), "latency"), ((1, 0), "bandwidth"), ((1, -1), "bandwidth"), ((1, 1, 0), "exchange"),
+     ((1, 1, "fast"), "exchange"), ((math.nan, 1), "latency")],
+)  # fmt: skip
+def test_invalid_links_are_refused(link: tuple[float, ...], name: str) -> None:
+    with pytest.raises(ShardingError, match=rf"given: {name}=\S+\n  rule:  {name} must be"):
         Link(*link)
+
+
+LINK_NAME = "a link must be named by a mesh axis, or by different ones joined by commas"
+LINK_PAIRS = "links must be a mapping from mesh axis to Link, or pairs of them"
+
+
+@pytest.mark.parametrize(
+    ("links", "given", "rule"),
+    [
+        ({"": Link(1, 1)}, "a link of ''", LINK_NAME),
+        ({"x,": Link(1, 1)}, "a link of 'x,'", LINK_NAME),
+        ({"x,x": Link(1, 1)}, "a link of 'x,x'", LINK_NAME),
+        ({"x y": Link(1, 1)}, "a link of 'x y'", LINK_NAME),
+        ({3: Link(1, 1)}, "a link of 3", LINK_NAME),
+        ({"x": 3}, "x 3", "a connection must be a Link"),
+        (3, "links with 3", LINK_PAIRS),
+        ("xy", "links with 'xy'", LINK_PAIRS),
+        ([("x",)], "links with ('x',)", LINK_PAIRS),
+        ([("x,y", Link(1, 1)), ("y,x", Link(1, 2))], "a link of 'y,x'",
+         "axes must have one link, 'y,x' has 1.00 s, 0.00 MB/s already"),
+    ],
+)  # fmt: skip
+def test_invalid_names_of_links_are_refused(links: Any, given: str, rule: str) -> None:
+    with pytest.raises(ShardingError) as caught:
+        Topology(links=links)
+    (problem,) = caught.value.problems
+    assert problem.given.startswith(given)
+    assert problem.rule == rule
+
+
+def test_links_of_several_axes_have_names_in_any_order() -> None:
+    joint, links = Link(1e-6, 5e9), {"x": Link(1e-6, 1e9), "y": Link(1e-6, 2e9)}
+    one, other = (Topology.of({**links, name: joint}) for name in ("x,y", "y, x"))
+    assert one == other
+    for axes in (("x", "y"), ("y", "x")):
+        assert one.link(Mesh(y=2, x=2), axes) == joint
 
 
 def test_split_axes_have_the_link_of_the_axis() -> None:
@@ -218,8 +258,7 @@ LINK = "a link must have a latency and a bandwidth"
         ({"node_size": True}, "with node_size=True", "a node must have at least 1 device"),
         ({"launch": "6e-6"}, "with launch='6e-6'", "launch must be at least 0 seconds"),
         ({"links": {"x": {"latency": "fast", "bandwidth": 1}}},
-         "with x Link(latency='fast', bandwidth=1)",
-         "latency must be at least 0 and bandwidth above 0"),
+         "with x latency='fast'", "latency must be a number of at least 0 seconds"),
     ],
 )  # fmt: skip
 def test_load_refuses_other_keys(
@@ -243,8 +282,8 @@ def test_load_refuses_other_keys(
     [
         ({"memory": 0}, "memory must be above 0"),
         ({"node_size": 0}, "a node must have at least 1 device"),
-        ({"inner": {"latency": -1, "bandwidth": 1}}, "latency must be at least 0"),
-        ({"inner": {"latency": 0, "bandwidth": math.inf}}, "bandwidth above 0"),
+        ({"inner": {"latency": -1, "bandwidth": 1}}, "latency must be a number of at least 0"),
+        ({"inner": {"latency": 0, "bandwidth": math.inf}}, "bandwidth must be a number above 0"),
         ({"name": 3}, "name must be a str"),
     ],
 )
