@@ -338,18 +338,20 @@ class Program(NotebookView):
         wire = wire_specs(self)
         return tuple(moved.sent for moved in map(traffic, self.steps, wire, wire[1:]))
 
-    def explain(self, topology: Topology | None = None) -> Any:
-        """Return a table of the steps: specs, bytes, time, peak memory, and the lower bounds.
+    def explain(self, topology: Topology | None = None, *, only: str | None = None) -> Any:
+        """Return tables of the steps: specs, bytes, time and its parts, memory, lower bounds.
 
         Args:
             topology: The machine; by default the topology that the program was planned on, and a
                 single node if it has none.
+            only: "communication" for the steps that communicate, "compute" for the local ones;
+                None shows all. Totals are those of all.
 
         Returns:
-            A table that prints as text, in `rich` and as HTML in a notebook.
+            Tables that print as text, in `rich` and as HTML in a notebook.
 
         Raises:
-            ShardingError: If `topology` is of another type.
+            ShardingError: If `topology` is of another type, or for another `only`.
 
         >>> import fshard as fs
         >>> src = fs.Spec(fs.Mesh(x=2), fs.P("x"), shape=(4,))
@@ -361,7 +363,10 @@ class Program(NotebookView):
         all_gather(x, dim 0)  f32[4]       8 B  6.75 µs    16 B
         """
         on = as_topology("Program.explain", topology, self.topology, (self.src.mesh, self.dst.mesh))
-        return explain_program_hook.call(self, on)
+        if only not in (None, "communication", "compute"):
+            rule = "only must be 'communication', 'compute' or None"
+            fail("Program.explain", f"only={only!r}", rule, "only='communication'")
+        return explain_program_hook.call(self, on, only)
 
 
 def _spec_texts(spec: Spec, other: object) -> tuple[str, str]:
@@ -463,6 +468,6 @@ def simplify_hook(prog: Program, topology: Topology, exclude: tuple[type, ...]) 
 
 
 @Hook
-def explain_program_hook(prog: Program, topology: Topology) -> Any:
+def explain_program_hook(prog: Program, topology: Topology, only: str | None) -> Any:
     """`Program.explain`; set by `show/program_table.py`."""
     raise NotImplementedError

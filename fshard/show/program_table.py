@@ -40,10 +40,12 @@ class Explanation:
     Attributes:
         prog: The program.
         topology: The machine that it is costed on.
+        only: "communication" or "compute" to show these steps alone, None for all.
     """
 
     prog: Program
     topology: Topology
+    only: str | None = None
 
     @property
     def steps(self) -> Table:
@@ -53,6 +55,8 @@ class Explanation:
         for i, step in enumerate(prog.steps):
             single = Program(prog.specs[i], (step,), forward_dtype=prog.forward_dtype)
             cost = single.cost(self.topology)
+            if not self._shows(communicates=cost.launches > 0):
+                continue
             rows.append((str(step), str(prog.specs[i + 1]), bytes_text(cost.bytes_sent),
                          time_text(cost.time), bytes_text(cost.peak_memory)))  # fmt: skip
         title = f"{prog.ends}, topology {self.topology.title}"
@@ -62,7 +66,11 @@ class Explanation:
     def times(self) -> Table:
         """One row per step that takes time: its startup, its wire and its copies, and its link."""
         legs = [leg for leg in self._legs() if leg[1].total]
-        rows = [(str(step), *map(time_text, time), name) for step, time, name in legs]
+        rows = [
+            (str(step), *map(time_text, time), name)
+            for step, time, name in legs
+            if self._shows(communicates=bool(name))
+        ]
         return Table("", TIMES, tuple(rows), notes=(self.bound_text,) if rows else ())
 
     @property
@@ -79,6 +87,10 @@ class Explanation:
         longest = max(shares, key=lambda name: shares[name])
         share = percent_text(shares[longest], total)
         return f"bound by {longest}: {share} of {time_text(total)}"
+
+    def _shows(self, *, communicates: bool) -> bool:
+        """Return True if a step is among those that are shown."""
+        return self.only in (None, "communication" if communicates else "compute")
 
     def _legs(self) -> Iterator[tuple[Step, StepTime, str]]:
         """Yield every step, the parts of its time, and the name and figures of its link."""
@@ -138,7 +150,7 @@ class Explanation:
 
 
 @explain_program_hook.set
-def explain(prog: Program, topology: Topology) -> Explanation:
+def explain(prog: Program, topology: Topology, only: str | None = None) -> Explanation:
     """Return the explanation of a program: the implementation of `Program.explain`.
 
     >>> import fshard as fs
@@ -164,7 +176,7 @@ def explain(prog: Program, topology: Topology) -> Explanation:
     launches                   1
     time                 7.45 µs
     """
-    return Explanation(prog, topology)
+    return Explanation(prog, topology, only)
 
 
 def _source_memory(prog: Program) -> int:

@@ -94,6 +94,18 @@ def test_explain_names_the_link_that_bounds_a_program() -> None:
         ]
 
 
+def test_explain_shows_only_what_is_requested() -> None:
+    src = fs.parse("f32[64,64]{unreduced: dp}", MESH)
+    steps = (fs.AllSlice("tp", 1), fs.ReduceScatter("dp", 0), fs.AllGather("tp", 1))
+    prog = fs.Program(src, steps)
+    for only, count in (("communication", 2), ("compute", 1), (None, 3)):
+        explained = prog.explain(only=only)
+        assert len(explained.steps.rows) == count + 1
+        assert len(explained.times.rows) == count
+    with pytest.raises(fs.ShardingError, match="only must be 'communication', 'compute' or None"):
+        prog.explain(only="comm")
+
+
 def test_table_wraps_its_widest_column() -> None:
     columns = (Column("name", wrap=True), Column("n", right=True))
     rows = (("a long cell, of several words, that wraps", "1"),)

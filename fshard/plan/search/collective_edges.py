@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
 
 from fshard.layout.partition_spec import remove_kinds
@@ -144,14 +144,17 @@ class CollectiveEdges(ExchangeEdges):
         """Return the invariant axes, all with one goal, that are better reduced first.
 
         An exchange that shards a dim over reduced axes sends nothing along them, so nothing over
-        slow links either. If other axes end reduced, a permutation may exchange them.
+        slow links either, nor over the link that they have together with other axes. If other axes
+        end reduced, a permutation may exchange them.
         """
         traded = () if self.direct else tuple([a for a in axes if a in self.traded_axes])
         if self.goals[axes[0]][0] != "sharded":
             return traded
         if self.replacement_axes.issuperset(axes):
             return axes
-        slow = () if self.direct or Exchange in self.exclude else self.problem.slow_axes
+        slow: Collection[str] = ()
+        if not self.direct and Exchange not in self.exclude:
+            slow = self.size if self.problem.joint_links else self.problem.slow_axes
         return tuple([axis for axis in axes if axis in slow or axis in traded])
 
     def slices(self, layout: SearchLayout) -> Iterator[Edge]:

@@ -130,9 +130,9 @@ class SearchProblem:
         slower = max((links[axis].bandwidth for axis in self.slow_axes), default=best)
         self.fast_ranks = math.prod(self.size[axis] for axis in links if axis not in self.slow_axes)
         latency = min((link.latency for link in links.values()), default=0.0)
-        if self.topology is not None and not _is_plain(self.topology):
-            # Several axes share links of a torus or add their bandwidths, and exchanges may have
-            # other links.
+        # Several axes may have another link together than each of them, also in exchanges.
+        self.joint_links = self.topology is not None and not _is_plain(self.topology)
+        if self.joint_links:
             effective = [
                 self.link(axes, exchange)
                 for axes in subsets([*links])
