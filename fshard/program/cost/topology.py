@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -213,7 +212,7 @@ class Topology(NotebookView):
         >>> fs.Topology.of({"dp": slow}).link(fs.Mesh(dp=2, tp=2), "dp") == slow
         True
         """
-        pairs: Any = links  # which the constructor reads
+        pairs = tuple(links.items()) if isinstance(links, Mapping) else links
         return Topology("custom", links=pairs, launch=launch, memory=memory, message=message)
 
     # -- public machines --------------------------------------------------------------
