@@ -11,7 +11,7 @@ from fshard._util.text import WIDTH, bytes_text, wrap
 from fshard.layout.spec import Spec
 from fshard.program.cost.traffic import max_local_nbytes
 from fshard.show.folding import repetitions
-from fshard.show.pictures.axis_marks import axis_colour, axis_spans
+from fshard.show.pictures.axis_marks import PALETTE, axis_colour, axis_spans
 from fshard.show.pictures.drawing import Line, Picture, TextSpan, flow, plain
 from fshard.show.pictures.plots import new_axes
 
@@ -98,7 +98,7 @@ class TreePicture(Picture):
         rows = [(path, spec) for path, spec in self.rows() if spec is not None]
         axes = new_axes(axes, (8, 1 + 0.3 * max(1, len(rows))))
         for row, (_, spec) in enumerate(rows):
-            axes.barh(row, max_local_nbytes(spec) / 2**20, height=0.7)
+            axes.barh(row, max_local_nbytes(spec) / 2**20, height=0.7, color=PALETTE[0])
         axes.set_yticks(range(len(rows)), [f"{path.strip()}  {spec}" for path, spec in rows])
         axes.invert_yaxis()
         axes.set_xlabel("MiB of a rank")
