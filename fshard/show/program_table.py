@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fshard._util.text import WIDTH, bytes_text, percent_text, ratio_text, time_text
-from fshard.program.cost.model import StepTime, step_link, step_parts
+from fshard.program.cost.model import TimeParts, step_link, step_parts
 from fshard.program.cost.topology import Topology
 from fshard.program.cost.traffic import step_axes
 from fshard.program.lower_bound import lower_bound
@@ -92,7 +92,7 @@ class Explanation:
         """Return True if a step is among those that are shown."""
         return self.only in (None, "communication" if communicates else "compute")
 
-    def _legs(self) -> Iterator[tuple[Step, StepTime, str]]:
+    def _legs(self) -> Iterator[tuple[Step, TimeParts, str]]:
         """Yield every step, the parts of its time, and the name and figures of its link."""
         wire = wire_specs(self.prog)
         for step, src, dst in zip(self.prog.steps, wire, wire[1:], strict=False):

@@ -94,7 +94,7 @@ GATHERS = (AllGather, AllReduce, ReduceScatter)
 """Steps whose values all ranks of a group need or add up; others are exchanges for a `link`."""
 
 
-class StepTime(NamedTuple):
+class TimeParts(NamedTuple):
     """Seconds of a step by what they are spent on.
 
     Attributes:
@@ -113,14 +113,14 @@ class StepTime(NamedTuple):
         return self.startup + self.wire + self.copies
 
 
-def collective_parts(topology: Topology, link: Link, moved: Traffic, copied: int) -> StepTime:
+def collective_parts(topology: Topology, link: Link, moved: Traffic, copied: int) -> TimeParts:
     """Return the seconds of a collective: launch, rounds, messages, bytes on the link, copies.
 
     The model is LogGP (Alexandrov et al. 1995); an alpha-beta model has rounds and bytes alone.
     """
     startup = topology.launch + moved.rounds * link.latency + moved.messages * topology.message
     wire = max(moved.sent, moved.received) / link.bandwidth
-    return StepTime(startup, wire, copied / topology.memory)
+    return TimeParts(startup, wire, copied / topology.memory)
 
 
 def collective_time(topology: Topology, link: Link, moved: Traffic, copied: int) -> float:
@@ -128,12 +128,12 @@ def collective_time(topology: Topology, link: Link, moved: Traffic, copied: int)
     return collective_parts(topology, link, moved, copied).total
 
 
-def step_parts(topology: Topology, step: Step, src: Spec, dst: Spec) -> StepTime:
+def step_parts(topology: Topology, step: Step, src: Spec, dst: Spec) -> TimeParts:
     """Return the seconds of one step: its collective with the copies around it, or local copies."""
     moved = traffic(step, src, dst)
     copied = copied_bytes(step, src, dst, moved.launches)
     if not moved.launches:
-        return StepTime(0.0, 0.0, copied / topology.memory)
+        return TimeParts(0.0, 0.0, copied / topology.memory)
     return collective_parts(topology, step_link(topology, step, src, dst), moved, copied)
 
 
