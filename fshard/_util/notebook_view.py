@@ -1,4 +1,4 @@
-"""`NotebookView`: values that notebooks show as HTML, by a function of a higher folder."""
+"""Values that notebooks show as HTML, by a function or a table of a higher folder."""
 
 from __future__ import annotations
 
@@ -25,3 +25,22 @@ class NotebookView:
 
     def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
         return mimebundle_hook.call(self)
+
+
+class TableView:
+    """Base of values that print, and that a notebook shows, as their `table()`."""
+
+    __slots__ = ()
+
+    def table(self) -> Any:
+        """Return the table."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return str(self.table())
+
+    __repr__ = __str__
+
+    def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
+        bundle: dict[str, str] = self.table()._repr_mimebundle_()
+        return bundle

@@ -365,13 +365,15 @@ class LayoutAssigner:
         """Return the plan of a backward from the specs of its forward's values."""
         assigner = LayoutAssigner(self.mesh, self.topology, True, self.device, {}, False, self.kept)
         specs = [*(spec.dual for spec in outputs), *saved]
-        gradients = assigner.assign(graph, [(spec, is_inexact(Meta.of(spec))) for spec in specs])
+        grads = tuple(is_inexact(Meta.of(spec)) for spec in specs)
+        gradients = assigner.assign(graph, [*zip(specs, grads, strict=True)])
         targets = tuple(spec.dual for spec in inputs)
         results = tuple(map(assigner.redistributed, gradients, targets))
         lines, arguments = tuple(assigner.assignment.lines), tuple(assigner.assignment.inputs)
         names, tree = tuple(f"backward[{i}]" for i in range(len(specs))), flatten([*targets])[1]
         layouts, topology = (tuple(specs), targets, arguments, results), self.topology
-        return PartitionedCall(self.mesh, lines, *layouts, (), tree, topology, True, graph, names)
+        return PartitionedCall(self.mesh, lines, *layouts, (), tree, topology, True, graph, names,
+                               requires_grad=grads, device=self.device)  # fmt: skip
 
     # -- by the rule -----------------------------------------------------------------------
 

@@ -117,7 +117,7 @@ def schedule(
         start = bucket.ready
         if start == FIRST and bucket.sends:
             start, previous = previous, bucket.use
-        elif start == FIRST:  # nothing is sent yet, unlike after the hoisted lines
+        elif start == FIRST:  # local: runs while values of the hoisted lines are sent
             start = len(hoisted)
         sources = tuple(move.source for move in bucket.moves)
         group = ProgramGroup(tuple(move.program for move in bucket.moves))

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fshard._util.hooks import Hook
+from fshard._util.notebook_view import TableView
 from fshard._util.text import bytes_text, time_text
 
 CATEGORIES = (
@@ -70,7 +71,7 @@ class HeldValue:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class StepMemory:
+class StepMemory(TableView):
     """Memory of a step of one rank over time, as `call.memory()` returns it.
 
     Attributes:
@@ -132,15 +133,6 @@ class StepMemory:
     def table(self) -> Any:
         """Return a table of the peak by category and by line; it prints as text, rich and HTML."""
         return memory_table_hook.call(self)
-
-    def __str__(self) -> str:
-        return str(self.table())
-
-    __repr__ = __str__
-
-    def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
-        bundle: dict[str, str] = self.table()._repr_mimebundle_()
-        return bundle
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from fshard._util.hooks import Hook
+from fshard._util.notebook_view import TableView
 from fshard._util.text import percent_text, rate_text, time_text
 from fshard.program.cost.topology import Topology
 
@@ -67,7 +68,7 @@ class StepEvent:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Roofline:
+class Roofline(TableView):
     """Modelled time of a step of one rank, operation by operation, as `call.roofline()` returns it.
 
     Attributes:
@@ -219,15 +220,6 @@ class Roofline:
             only: "compute" or "communication"; None shows both.
         """
         return roofline_table_hook.call(self, only)
-
-    def __str__(self) -> str:
-        return str(self.table())
-
-    __repr__ = __str__
-
-    def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
-        bundle: dict[str, str] = self.table()._repr_mimebundle_()
-        return bundle
 
 
 def _seconds(events: Iterable[StepEvent]) -> float:

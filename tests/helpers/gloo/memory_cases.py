@@ -21,10 +21,10 @@ REPEATS = 6
 class Block(torch.nn.Module):
     """Residual block of a layer norm and a perceptron."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm = torch.nn.LayerNorm(WIDTH)
-        self.up, self.down = torch.nn.Linear(WIDTH, 4 * WIDTH), torch.nn.Linear(4 * WIDTH, WIDTH)
+        self.norm = torch.nn.LayerNorm(width)
+        self.up, self.down = torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the values of the next layer."""
@@ -37,7 +37,7 @@ class Net(torch.nn.Module):
 
     def __init__(self, *, checkpointed: bool = False) -> None:
         super().__init__()
-        self.blocks = torch.nn.ModuleList(Block() for _ in range(LAYERS))
+        self.blocks = torch.nn.ModuleList(Block(WIDTH) for _ in range(LAYERS))
         self.checkpointed = checkpointed
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

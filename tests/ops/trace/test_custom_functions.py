@@ -13,6 +13,8 @@ from torch import Tensor
 
 import fshard as fs
 from fshard import Mesh, P
+from fshard.partition.ir import CustomGradient
+from fshard.partition.partitioned_call import PartitionedCall
 from tests.helpers.custom_functions import (
     CUSTOM_FUNCTIONS,
     DIFFERENTIABLE_TWICE,
@@ -84,6 +86,21 @@ def test_explain_shows_the_collectives_of_a_custom_backward() -> None:
         torch.cat(part(*pairs).local).sum().backward()
     assert log.forward.total_bytes == 0
     assert log.backward.counts["all_reduce", "dp"] == 1
+
+
+def test_the_plan_of_a_custom_backward_prints_and_counts_its_own_backward() -> None:
+    part = fs.partition(lambda x, w: linear(x, w, None), mesh=Mesh(dp=2), in_specs=(P("dp"), P()))
+    lines = part.trace(sample(), sample()).lines
+    (plan,) = [line.gradient.call for line in lines if isinstance(line, CustomGradient)]
+    assert isinstance(plan, PartitionedCall)
+    assert plan.requires_grad == (True,) * len(plan.in_specs)
+    assert "→ all_reduce(dp)" in repr(plan)
+    # Each of the two gradients is a product of a rank's 2 rows.
+    events = plan.roofline().events
+    assert sum(x.flops for x in events if x.phase == "forward") == 2 * (2 * 2 * 4 * 4)
+    assert any(x.phase == "backward" for x in events)
+    # The backward pass of a product keeps both factors; they are arguments.
+    assert plan.saved_bytes().total == 0
 
 
 CLOSED_OVER = sample()

@@ -11,6 +11,7 @@ import torch
 
 import fshard as fs
 from fshard import P
+from tests.helpers.gloo.memory_cases import Block
 
 LAYERS, WIDTH, ROWS = 4, 32, 512
 MESH = fs.Mesh(dp=4)
@@ -18,24 +19,10 @@ TOPOLOGY = fs.Topology("test", inner=fs.Link(1e-9, 1e9), launch=1e-8, kernel=0.0
 """Machine on which every layer's parameters are gathered in a launch of their own."""
 
 
-class Layer(torch.nn.Module):
-    """Residual layer of a norm, two products and a nonlinearity."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = torch.nn.LayerNorm(WIDTH)
-        self.up, self.down = torch.nn.Linear(WIDTH, 4 * WIDTH), torch.nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the values of the next layer."""
-        y: torch.Tensor = x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
-        return y
-
-
 def sample() -> tuple[torch.nn.Module, dict[str, torch.Tensor], torch.Tensor]:
     """Return a network, its parameters and a batch in float64."""
     torch.manual_seed(0)
-    net = torch.nn.Sequential(*(Layer() for _ in range(LAYERS))).double()
+    net = torch.nn.Sequential(*(Block(WIDTH) for _ in range(LAYERS))).double()
     return net, dict(net.named_parameters()), torch.randn(ROWS, WIDTH).double()
 
 

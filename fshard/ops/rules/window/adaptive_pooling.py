@@ -19,10 +19,10 @@ from fshard.ops.core.windows import Window
 from fshard.ops.rules.letters import letters
 from fshard.ops.rules.shard_call import has_empty_shard, zero_results
 from fshard.ops.rules.window.pooling import (
+    LocalGradient,
     LocalMaximumBackward,
     Parts,
     global_indices,
-    gradient_of,
     gradient_rule,
 )
 from fshard.ops.rules.window.window_dims import (
@@ -144,14 +144,10 @@ def adaptive_avg_pool_backward(call: OpCall) -> Rule:
 
 
 @dataclass(frozen=True, slots=True)
-class _LocalAdaptiveBackward:
+class _LocalAdaptiveBackward(LocalGradient):
     """Local gradient of adaptive averages: each is spread over the elements that it averages."""
 
     windows: Windows
-
-    def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
-        """Run the operation on one rank."""
-        return gradient_of(self.windows, self.gradient, op, args, kwargs, ctx)
 
     def gradient(self, op: Any, args: Args, kwargs: Kwargs, parts: Parts) -> Any:
         """Return the gradient of the window that the rank reads."""

@@ -157,15 +157,17 @@ class Attended(ABC):
         return out  # type: ignore[no-any-return]
 
 
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.call = inputs[0]
+    ctx.save_for_backward(*inputs[1:])
+
+
 class _Attend(torch.autograd.Function):
+    setup_context = staticmethod(_save_inputs)
+
     @staticmethod
     def forward(call: Attended, *xs: Tensor) -> tuple[Tensor, ...]:
         return (call.forward(*xs),)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.call = inputs[0]
-        ctx.save_for_backward(*inputs[1:])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -182,14 +184,11 @@ class _Attend(torch.autograd.Function):
 
 
 class _AttendBackward(torch.autograd.Function):
+    setup_context = staticmethod(_save_inputs)
+
     @staticmethod
     def forward(call: Attended, *xs: Tensor) -> tuple[Tensor, ...]:
         return tuple(call.backward(*xs))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.call = inputs[0]
-        ctx.save_for_backward(*inputs[1:])
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:

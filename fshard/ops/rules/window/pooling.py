@@ -7,7 +7,8 @@ result. Of fractional pooling and unpooling spatial dims stay unsharded.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -294,26 +295,29 @@ Parts = Sequence[Span | None]
 """The windows that a rank reads of each spatial dim, None for dims that are not sharded."""
 
 
-def gradient_of(
-    windows: Windows, compute: Callable[..., Any], op: Any, args: Args, kwargs: Kwargs,
-    ctx: RankContext,
-) -> Any:  # fmt: skip
-    """Return a rank's gradient by `compute`, or by `op` if no dim is sharded."""
-    parts = spans(windows, ctx.operands[0], ctx.rank)
-    if has_empty_shard(ctx):
-        return zero_results(args, kwargs, ctx)[0]
-    if not any(parts):
-        return op(*args, **kwargs)
-    return compute(op, args, kwargs, parts)
+class LocalGradient(ABC):
+    """Local gradient of an operation on windows; the operation's own if no dim is sharded."""
+
+    __slots__ = ()
+    windows: Windows
+
+    def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
+        """Run the operation on one rank."""
+        parts = spans(self.windows, ctx.operands[0], ctx.rank)
+        if has_empty_shard(ctx):
+            return zero_results(args, kwargs, ctx)[0]
+        if not any(parts):
+            return op(*args, **kwargs)
+        return self.gradient(op, args, kwargs, parts)
+
+    @abstractmethod
+    def gradient(self, op: Any, args: Args, kwargs: Kwargs, parts: Parts) -> Any:
+        """Return the gradient of the window that the rank reads."""
 
 
 @dataclass(frozen=True, slots=True)
-class _LocalAverageBackward(_LocalAverage):
+class _LocalAverageBackward(LocalGradient, _LocalAverage):  # type: ignore[misc]
     """Local gradient of an average of a padded window."""
-
-    def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:  # type: ignore[override]
-        """Run the operation on one rank."""
-        return gradient_of(self.windows, self.gradient, op, args, kwargs, ctx)
 
     def gradient(self, op: Any, args: Args, kwargs: Kwargs, parts: Parts) -> Any:
         """Return the gradient of the window that the rank reads."""
@@ -330,14 +334,10 @@ class _LocalAverageBackward(_LocalAverage):
 
 
 @dataclass(frozen=True, slots=True)
-class LocalMaximumBackward:
+class LocalMaximumBackward(LocalGradient):
     """Local gradient of a maximum: gradients are added to the elements that indices name."""
 
     windows: Windows
-
-    def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
-        """Run the operation on one rank."""
-        return gradient_of(self.windows, self.gradient, op, args, kwargs, ctx)
 
     def gradient(self, op: Any, args: Args, kwargs: Kwargs, parts: Parts) -> Any:
         """Return the gradient of the window that the rank reads."""
