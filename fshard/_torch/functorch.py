@@ -243,7 +243,7 @@ def has_tangent(x: torch.Tensor) -> bool:
 
 
 def make_duals(ys: Sequence[Any], tangents: Sequence[Any]) -> Any:
-    """Return values with their tangents at the innermost level; None is no tangent."""
+    """Return values with their tangents at the innermost level; None stands for none."""
     return tuple(
         [y if t is None else forward_ad.make_dual(y, t) for y, t in zip(ys, tangents, strict=True)]
     )

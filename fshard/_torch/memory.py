@@ -129,7 +129,7 @@ def temporaries(gradients: Sequence[torch.Tensor | None], nbytes: int) -> tuple[
 
 
 def _references(gradients: Sequence[torch.Tensor | None], index: int) -> tuple[int, ...]:
-    """Return the numbers of references to a tensor, its memory, and the tensor that it views."""
+    """Return how many references a tensor, its memory, and the tensor that it views have."""
     x = gradients[index]
     assert x is not None
     counts = sys.getrefcount(x), _owners(x), _use_count(x.untyped_storage())
@@ -139,7 +139,7 @@ def _references(gradients: Sequence[torch.Tensor | None], index: int) -> tuple[i
 
 @functools.cache
 def _temporary() -> frozenset[tuple[int, ...]]:
-    """Return the numbers of references to gradients that only autograd has."""
+    """Return the `_references` of gradients that only autograd has."""
     counts: set[tuple[int, ...]] = set()
 
     class Identity(torch.autograd.Function):
@@ -165,7 +165,7 @@ def _temporary() -> frozenset[tuple[int, ...]]:
 
 
 def _use_count(storage: torch.UntypedStorage) -> int:
-    """Return the number of references to a storage, that of its Python object included."""
+    """Return the number of references to a storage, its Python object's included."""
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 

@@ -95,7 +95,7 @@ def halo_reduce(
     Args:
         x: a pair with the layout that `fs.domain.halo_exchange` returns, or in a body this rank's
             extended tensor.
-        widths: for each extended dim the numbers of elements before and after.
+        widths: for each extended dim how many elements were added before and after.
         boundary: the meaning of the elements beyond the ends of a dim, as of
             `fs.domain.halo_exchange`; with "zeros" they are dropped.
         axis_name: in a body, the axes along which each of these dims is sharded.

@@ -18,7 +18,7 @@ from fshard.spmd.collectives.pcast import pcast
 
 def pairs_on_one_mesh(where: str, operands: Sequence[Any]) -> list[Sharded]:
     """Return operands as pairs, tensors as replicated ones; raise for several meshes."""
-    # Not of a pair that is one already: unpacking asks its length, which raises and is slow.
+    # A `Sharded` is not unpacked: that asks its length, which raises and is slow.
     pairs = [Sharded(*x) if type(x) is tuple and is_pair(x) else x for x in operands]
     mesh = next(x.spec.mesh for x in pairs if isinstance(x, Sharded))
     pairs = [x if isinstance(x, Sharded) else shard(x, mesh, PartitionSpec()) for x in pairs]

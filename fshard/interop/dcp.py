@@ -30,7 +30,7 @@ def save_dcp(directory: str | Path, tree: Any, /) -> None:
         directory: the directory, which all ranks see; it is created.
         tree: pytree of pairs, of tensors that are equal on every rank, and of numbers, strings,
             bools and None. Dicts have strings as keys. DCP's name of a leaf are its keys joined by
-            dots. DCP does not tell tuples from lists: those with tensors load as lists.
+            dots. DCP stores tuples as lists: tuples with tensors load as lists.
 
     Raises:
         ShardingError: a leaf cannot be saved, or a pair is unreduced. Errors of DCP pass.

@@ -288,7 +288,7 @@ def dim_shares(step: HaloStep, owners: Spec, dim: int) -> tuple[HaloShare, ...]:
 def join_shares(shares: Sequence[HaloShare]) -> tuple[int, int, int]:
     """Return the elements that a rank sends for windows, those that it lacks, and its peers.
 
-    `shares` are those of its shard, one of each dim. A halo reduction sends the second number and
+    `shares` are its shard's, one of each dim. A halo reduction sends the second number and
     receives the first.
     """
     lent, kept, window, readers, owners, both = map(math.prod, zip(*shares, strict=True))

@@ -36,7 +36,7 @@ class DerivedCall(RankCall):
 
     Attributes:
         base: the call that it is derived from.
-        base_width: number of a rank's tensors before the last ones: those of the graphs.
+        base_width: number of a rank's tensors before the last ones, the inputs of the graphs.
         graphs: every rank's graph of its run, if it was recorded.
     """
 

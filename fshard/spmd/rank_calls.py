@@ -37,7 +37,7 @@ class Batches:
     Attributes:
         call: the call on the batches.
         inputs: position of the batch dim of each of a rank's inputs, None without one.
-        outputs: that of each of a rank's outputs, () until the call has run.
+        outputs: position of the batch dim of each of a rank's outputs, () until the call has run.
         primal: the batches of the call's `primal`, if it has one.
     """
 
@@ -207,7 +207,7 @@ class RecordedCall(RankCall):
     def _at_level(
         self, level: int, inputs: tuple[int | None, ...], function: RankFunction
     ) -> Batches:
-        """Return the call on batches; that of the primal inputs is recorded within it."""
+        """Return the call on batches; the call on the primal inputs is recorded within it."""
         call, primal = replace(self, function=function, batches={}, forward={}), None
         if self.primal is not None:
             width = len(self.primal.levels)

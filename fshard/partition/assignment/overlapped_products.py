@@ -388,7 +388,7 @@ def _ring_function(
         out_specs: the layouts of the results.
     """
     sizes = sharded.shard_sizes(dim)
-    sizes = sizes[: sharded.mesh.axis_size(axes)]  # those of all groups are even
+    sizes = sizes[: sharded.mesh.axis_size(axes)]  # of one group: all are even, and equal
 
     def factors(operands: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, Tensor | None]]:
         remaining = iter(operands)

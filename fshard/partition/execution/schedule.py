@@ -172,10 +172,10 @@ def _hoisted(
 def _side_by_side(lines: Sequence[Line], inputs: Collection[int]) -> list[Line]:
     """Return the lines with redistributions that do not depend on each other in a row.
 
-    Those of gradients that are taken in the function, or of norms of many tensors, are then one
-    launch. The lines that depend on them come after, in their order; all others before, so that
-    they run while values are sent. At most `BUCKET_BYTES` wait. Arguments are gathered where they
-    are used.
+    The redistributions of gradients that are taken in the function, or of norms of many tensors,
+    are then one launch. The lines that depend on them come after, in their order; all others
+    before, so that they run while values are sent. At most `BUCKET_BYTES` wait. Arguments are
+    gathered where they are used.
     """
     result: list[Line] = []
     remaining = list(lines)

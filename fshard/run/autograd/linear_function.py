@@ -454,7 +454,7 @@ class _Extreme(torch.autograd.Function):
 
 
 def _ties(ctx: Any) -> tuple[Tensors, Tensors, ProgramGroup]:
-    """Return masks of the elements that attain an extreme, their numbers, and a program.
+    """Return masks of the elements that attain an extreme, their counts, and a program.
 
     The program replicates cotangents; its transpose sums what the ranks hold of a tangent.
     """

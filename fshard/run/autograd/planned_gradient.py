@@ -152,7 +152,7 @@ def _gradients(ctx: Any, cts: Sequence[Any], saved: Sequence[torch.Tensor]) -> S
         for (shape, dtype, device), ct in compress(
             zip(ctx.like, cts, strict=True), [has for has in used for _ in range(n)]
         )
-    ]  # of an output that some ranks use, the others have zeros
+    ]  # ranks that do not use an output that others use have zeros
     with backward_phase(ctx.label):
         gradients = call.run(_grouped((*flat, *saved), ctx.n))
     return tuple(gradients if ctx.n is None else [x for xs in gradients for x in xs])

@@ -3,7 +3,7 @@
 `all_gather_matmul` multiplies one block of its operand at a time, while the next one arrives: a
 `ring_fold` whose results are blocks. In `matmul_reduce_scatter` partial sums move around the ring
 in the place of blocks. Each is the other's transpose: the gradient of a gathered factor is a ring
-of partial sums, that of a scattered product a fold over the blocks of the cotangent.
+of partial sums, the gradient of a scattered product a fold over the blocks of the cotangent.
 """
 
 from __future__ import annotations
@@ -299,8 +299,8 @@ class _ScatteredProduct:
     def gradients(self, g: Tensor, xs: Tensors, needs: Sequence[bool]) -> list[Tensor | None]:
         """Return the gradients of the factors, by a fold over the blocks of the cotangent.
 
-        The gradient of the factor that is split is computed a block at a time. That of the other is
-        one product with the gathered cotangent.
+        The gradient of the factor that is split is computed a block at a time, the gradient of the
+        other by one product with the gathered cotangent.
         """
         x, w = xs
         of_columns = self.dim == x.ndim - 1

@@ -158,7 +158,7 @@ def run_typed(
 class RingFold:
     """One fold: its ring, its functions, and the trees of its arguments.
 
-    `counts` are the numbers of leaves of `init` and of a block; the operands' leaves follow.
+    `counts` are how many leaves `init` and a block have; the operands' leaves follow.
     """
 
     ring: Ring

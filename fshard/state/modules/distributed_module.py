@@ -401,8 +401,8 @@ def _leaves(pair: Sharded, *, requires_grad: bool) -> Sharded:
 class _Initializer(torch.nn.Module):
     """Module that initialises another one when it is called.
 
-    It raises `ShardingError` for tensors of integers or bools that nothing writes. Those of other
-    dtypes stay as they are: NaN, which shows.
+    It raises `ShardingError` for tensors of integers or bools that nothing writes. Tensors of
+    other dtypes stay as they are: NaN, which shows.
     """
 
     def __init__(self, module: torch.nn.Module, init_fn: Callable[[torch.nn.Module], Any]) -> None:

@@ -221,7 +221,7 @@ def _cummin(x: Tensor, dim: int) -> Tensors:
     return _extremes(False, x.dtype).decomposed(x, dim)
 
 
-# -- over shards that are no blocks -----------------------------------------------------------
+# -- over shards that are not blocks ----------------------------------------------------------
 
 
 def _scan_of(name: str, dtype: torch.dtype, wide: torch.dtype | None) -> Scan:

@@ -209,8 +209,8 @@ class _MeanSquare(torch.autograd.Function):
 def moments(x: Tensor, dims: list[int]) -> Tensor:
     """Return the mean and the biased variance of floating values, stacked; dims keep size 1.
 
-    In a partitioned function it is one reduction, and one in the backward pass. Those of half
-    precision are in float32.
+    In a partitioned function it is one reduction, and one in the backward pass. Moments of
+    half precision are in float32.
     """
     if not all(x.shape[dim] for dim in dims):
         nothing = wide(x).sum(dims, True)

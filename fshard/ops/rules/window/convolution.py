@@ -64,7 +64,7 @@ class _Spatial:
 
     @staticmethod
     def of(call: OpCall, dim: int, kernel: int) -> _Spatial:
-        """Return the numbers of one dim of a call."""
+        """Return the convolution along one dim of a call."""
         extent = spatial_value(call, "dilation", dim, 1) * (kernel - 1)
         padding = call.get("padding") if call.has("padding") else 0
         if isinstance(padding, str):

@@ -55,7 +55,7 @@ class _Pool:
 
     @staticmethod
     def of(call: OpCall, dim: int, size: int) -> _Pool:
-        """Return the numbers of one dim of a call."""
+        """Return the pooling along one dim of a call."""
         kernel = spatial_value(call, "kernel_size", dim, 1)
         return _Pool(size, kernel, spatial_value(call, "stride", dim, kernel),
                      spatial_value(call, "padding", dim, 0),
@@ -168,7 +168,7 @@ class _LocalIntegerAverage(_LocalAverage):
         return run, call[1], call[2]
 
     def divisor(self, call: LocalCall, parts: Sequence[Span], like: torch.Tensor) -> Any:
-        """Return the numbers that the sums are divided by."""
+        """Return the divisors of the sums."""
         names = [parameter.name for parameter in schema_arguments(call[0])]
         override = argument(*call, "divisor_override") if "divisor_override" in names else None
         if override:
