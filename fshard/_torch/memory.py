@@ -91,14 +91,14 @@ def has_one_owner(x: torch.Tensor) -> bool:
 
 
 WRITABLE = (torch.Tensor, FakeTensor)
+"""Types of tensors of which all references are counted, or without values."""
 
 
 def temporaries(gradients: Sequence[torch.Tensor | None], nbytes: int) -> tuple[int, ...]:
     """Return the indices of gradients of at least `nbytes` that nothing but autograd has.
 
-    The first call of `backward` of an `autograd.Function` may write those. Call it there with the
-    gradients that autograd gave: references are counted, and compared with those to a gradient that
-    only autograd has.
+    The `backward` of an `autograd.Function` may write those. It calls this first, with its own
+    arguments: references are counted, and compared with those to a gradient that only autograd has.
 
     >>> class Identity(torch.autograd.Function):
     ...     @staticmethod

@@ -190,9 +190,9 @@ def auto(
     on = as_topology("fs.auto", topology, meshes=(mesh,))
     args, start = list(example_args), time.monotonic()
     fixed, out_specs = (read_placements(x, mesh) for x in (dict(fixed or {}), out_specs))
+    check_memory(memory, "fs.auto")
     search = ChoiceSearch(fn, mesh, args, on, memory, _fixed_leaves(fixed, args), out_specs,
                           overlap=overlap)  # fmt: skip
-    check_memory(memory, "fs.auto")
     best = search.run(start + seconds)
     return _result(search, best, start, start + seconds)
 

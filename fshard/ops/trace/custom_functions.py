@@ -360,14 +360,9 @@ def _gradients_by_use(
     gradients: dict[int, list[Tensor | None]] = {}
     for mask in [everything, *([] if materialized else range(1, everything))]:
         used = {at for place, at in enumerate(cotangents) if mask >> place & 1}
-        given = [
-            cotangents[at]
-            if at in used
-            else torch.zeros_like(x)
-            if materialized and isinstance(x, Tensor)
-            else None
-            for at, x in enumerate(outputs)
-        ]
+        zeros = [torch.zeros_like(x) if materialized and isinstance(x, Tensor) else None
+                 for x in outputs]  # fmt: skip
+        given = [cotangents[at] if at in used else x for at, x in enumerate(zeros)]
         context = type(cls.__name__, (type(ctx),), {"saved_tensors": _SAVED})()
         vars(context).update(vars(ctx), _fshard_saved=saved)
         context.needs_input_grad = ctx.needs_input_grad

@@ -277,7 +277,6 @@ class ShapeRun:
         with (
             without_transforms(),
             replaced_function_modes(ambient),
-            without_transforms(),
             without_dispatch_modes(),
             torch.random.fork_rng(devices=()),
             unobserved(),

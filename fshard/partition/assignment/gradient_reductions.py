@@ -70,14 +70,16 @@ class ValueTable:
 
     @classmethod
     def of(
-        cls, lines: Sequence[Line], inputs: dict[int, tuple[Spec, bool]], numbers: Iterable[int],
-        outputs: Iterable[int],
+        cls, assignment: Assignment, inputs: Sequence[tuple[Spec, bool]], outputs: Sequence[Any],
+        differentiated: Sequence[bool],
     ) -> ValueTable:  # fmt: skip
-        """Return the table of lines with these inputs and differentiated outputs."""
-        table = cls({value: spec for value, (spec, _) in inputs.items()}, set(), set(numbers))
-        has_grad = {value for value, (_, grad) in inputs.items() if grad}
+        """Return the table of an assignment's lines; arguments are `place_gradient_reductions`'."""
+        tensors = dict(zip(assignment.inputs, inputs, strict=False))
+        numbers = {*assignment.inputs[len(inputs) :]}
+        table = cls({value: spec for value, (spec, _) in tensors.items()}, set(), numbers)
+        has_grad = {value for value, (_, grad) in tensors.items() if grad}
         enabled = True
-        for line in lines:
+        for line in assignment.lines:
             if isinstance(line, GradMode):
                 enabled = line.enabled
             elif isinstance(line, NumberOperation):
@@ -88,8 +90,8 @@ class ValueTable:
                     for x in [line]
                     if not isinstance(x, Write | BeginCheckpoint | EndCheckpoint)
                 )
-        needed = set(outputs)
-        for line in reversed(lines):
+        needed = {x for x, grad in zip(outputs, differentiated, strict=False) if grad}
+        for line in reversed(assignment.lines):
             if getattr(line, "out", None) in needed:
                 needed.update(operands_of(line))
         table.differentiated.update(has_grad & needed)
@@ -137,11 +139,9 @@ def place_gradient_reductions(
     Returns:
         The results after the change, with the same specs.
     """
-    results, count = list(outputs), len(inputs)
-    specs, numbers = dict(zip(assignment.inputs, inputs, strict=False)), assignment.inputs[count:]
+    results = list(outputs)
     for axis in inputs[0][0].mesh.axes if any(differentiated) else ():
-        ends = [value for value, grad in zip(results, differentiated, strict=False) if grad]
-        table = ValueTable.of(assignment.lines, specs, numbers, ends)
+        table = ValueTable.of(assignment, inputs, results, differentiated)
         flipped = _reduced_lines(assignment.lines, table, axis, topology)
         if not flipped:
             continue

@@ -215,20 +215,12 @@ def overlap_products(
 ) -> None:  # fmt: skip
     """Replace gathers with products, and products with scatters, by rings that take less time.
 
-    Args:
-        assignment: the lines, which are replaced.
-        inputs: the spec of every tensor among the inputs, and True if its gradient is requested.
-        outputs: the results, value ids or other objects.
-        differentiated: for the first results, True for one with a gradient.
-        topology: the topology to cost lines on.
+    Arguments are those of `place_gradient_reductions`; the results keep their values.
     """
     if not topology.overlap:
         return
     results = {value for value in outputs if type(value) is int}
-    ends = [value for value, grad in zip(outputs, differentiated, strict=False) if grad]
-    tensors = dict(zip(assignment.inputs, inputs, strict=False))
-    numbers = assignment.inputs[len(inputs) :]
-    table = ValueTable.of(assignment.lines, tensors, numbers, ends)
+    table = ValueTable.of(assignment, inputs, outputs, differentiated)
     first: dict[int, list[Line]] = {}
     removed: set[int] = set()
     for ring in _rings(assignment.lines, results, {*assignment.inputs}):
@@ -334,18 +326,14 @@ def _with_bias_of_all(product: Product, moves: Mapping[int, Redistribution]) -> 
 
     Partial sums have the bias once: of one rank. Sums that are scattered have it on every rank.
     """
-    for value, spec in zip(product.values[2:], product.specs[2:], strict=True):
-        move = moves.get(value)
-        if move is None or move.program.src.partition.axes:
-            return None
-        p = spec.partition
-        axes = (*(axis for axis, _ in p.unreduced_kinds), *(axis for axis, _ in p.reduced_kinds))
-        values, specs = (
-            (*product.values[:2], move.source.value),
-            (*product.specs[:2], move.program.src),
-        )
-        return replace(product, values=values, specs=specs, bias_axes=axes)
-    return product
+    if len(product.values) == 2:
+        return product
+    move, p = moves.get(product.values[2]), product.specs[2].partition
+    if move is None or move.program.src.partition.axes:
+        return None
+    axes = (*(axis for axis, _ in p.unreduced_kinds), *(axis for axis, _ in p.reduced_kinds))
+    values, specs = (*product.values[:2], move.source.value), (*product.specs[:2], move.program.src)
+    return replace(product, values=values, specs=specs, bias_axes=axes)
 
 
 def _one_dim(sharded: Spec, gathered: Spec) -> tuple[int, tuple[str, ...]] | None:

@@ -116,10 +116,10 @@ def _on_joint_links(problem: SearchProblem) -> list[SearchLayout]:
     Then moves over all axes at once may be faster than those over one axis that they replace.
     """
     goal, targets = problem.goal, list[SearchLayout]()
-    axes_of = [axis for axis, n in problem.size.items() if n > 1]
-    if not problem.joint_links or len(axes_of) > MAX_FREE_AXES or any(goal.sizes):
+    parallel = [axis for axis, n in problem.size.items() if n > 1]
+    if not problem.joint_links or len(parallel) > MAX_FREE_AXES or any(goal.sizes):
         return []
-    for axes in subsets(axes_of):
+    for axes in subsets(parallel):
         if len(axes) < 2:
             continue
         dims = tuple([tuple([a for a in own if a not in axes]) for own in goal.dims])

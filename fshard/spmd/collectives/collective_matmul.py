@@ -80,10 +80,7 @@ def all_gather_matmul(
     True
     """
     owner, axes = resolve_axes(axis_name, mesh, GATHER)
-    several = not isinstance(weights, Tensor)
-    ws = tuple(weights)
-    if not several:
-        ws = (weights,)
+    ws = (weights,) if isinstance(weights, Tensor) else tuple(weights)
     _check_factors(GATHER, x, ws)
     dim = check_dim(axis, x.ndim, GATHER, "axis")
     numbers = sizes_along(GATHER, "sizes", sizes, owner, axes, x, x.shape[dim])
@@ -91,7 +88,7 @@ def all_gather_matmul(
     ring = ring_of(GATHER, owner, axes, (x,), dim, numbers if len({*numbers}) > 1 else None)
     product = _GatheredProduct(ring, dim, numbers, x.requires_grad)
     results = run_typed(GATHER, axes, product.saved if keep_gathered else product.run, (x, *ws))
-    return results if several else results[0]
+    return results[0] if isinstance(weights, Tensor) else results
 
 
 @dataclass(frozen=True, slots=True)

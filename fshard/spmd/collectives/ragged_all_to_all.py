@@ -163,7 +163,7 @@ def _exchange(
     starts: Counts = (0,) * n
     if not is_abstract(operand):
         rank = current_rank(mesh, NAME).rank
-        index = mesh.group(rank, axes).index(rank)
+        index = mesh.index(rank, axes)
         if is_recorded:
             offsets = _as_tensor(counts.output_offsets, output.device)
             starts = all_gather(offsets, axes, mesh=mesh)[:, index]

@@ -141,7 +141,7 @@ def ring_index(name: str, mesh: Mesh, axes: tuple[str, ...], block: Sequence[tor
     """Return the index of this rank along axes; for tensors without values that of a first rank."""
     is_planned = bool(block) and is_abstract(block[0])
     transport = shape_transport(mesh, name) if is_planned else current_rank(mesh, name)
-    return mesh.group(transport.rank, axes).index(transport.rank)
+    return mesh.index(transport.rank, axes)
 
 
 def ring_of(

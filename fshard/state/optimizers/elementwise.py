@@ -149,15 +149,16 @@ def _rows_of_calls(
         limit: bytes that a call updates at most, unless one local has more.
     """
     calls: dict[Any, list[list[int]]] = {}
-    total = 0.0
+    filled: dict[Any, int] = {}
     for index, (spec, size) in enumerate(zip(specs, nbytes, strict=True)):
         if not size:
             continue
-        parts = calls.setdefault((spec.dtype, devices[index % len(devices)]), [])
-        total += size
+        kind = spec.dtype, devices[index % len(devices)]
+        parts, total = calls.setdefault(kind, []), filled.get(kind, 0) + size
         if not parts or total > limit:
             parts.append([])
             total = size
+        filled[kind] = total
         parts[-1].append(index)
     return [rows for parts in calls.values() for rows in parts]
 

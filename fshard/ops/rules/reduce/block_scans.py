@@ -265,7 +265,7 @@ def _scan_strategy(
 
     def scan_of_shards(x: Tensor) -> list[Tensor]:
         rank = current_rank(mesh, name).rank
-        index, begin = mesh.group(rank, axes).index(rank), spec.offsets(rank)[dim]
+        index, begin = mesh.index(rank, axes), spec.offsets(rank)[dim]
         return [*scan.on_rank(x, dim, axes, index, begin)]
 
     results = [spec.replace(dtype=dtype) for dtype in dtypes]
