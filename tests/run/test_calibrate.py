@@ -136,5 +136,5 @@ def test_links_of_several_axes_and_of_exchanges() -> None:
     assert (both.latency, both.bandwidth, both.of_exchanges().bandwidth) == (1e-3, 1e9, 2e9)
     src = fs.Spec(mesh, fs.P(("x", "y", "z")), shape=(8,))
     assert fs.redistribute(src, src.replace(partition=fs.P()), topology=wires).cost().time > 1e-3
-    with pytest.raises(ShardingError, match="bandwidth above 0"):
+    with pytest.raises(ShardingError, match="exchange must be None or a number above 0"):
         Link(0.0, 1.0, exchange=0.0)
