@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from operator import attrgetter
 from types import FrameType
@@ -211,8 +211,20 @@ def _run_below(
 
 
 def primal_of(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor without its tangent of the innermost level of forward mode, if it has one."""
-    return x if forward_ad._current_level < 0 else forward_ad.unpack_dual(x).primal
+    """Return a tensor without its tangent of the innermost level of forward mode, if it has one.
+
+    A batch of a `vmap` within that level is a batch of such tensors.
+    """
+    if forward_ad._current_level < 0:
+        return x
+    primal: torch.Tensor
+    if is_batched(x):
+        functorch = torch._C._functorch
+        dim, level = functorch.maybe_get_bdim(x), functorch.maybe_get_level(x)
+        primal = functorch._add_batch_dim(primal_of(get_unwrapped(x)), dim, level)
+    else:
+        primal = forward_ad.unpack_dual(x).primal
+    return primal
 
 
 def _unpack_duals(args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -362,28 +374,35 @@ def is_batched_at_any_level(x: torch.Tensor) -> bool:
 
 
 def innermost_level(x: torch.Tensor) -> int | None:
-    """Return the innermost level at which a derivative for `x` may be taken, None without one.
+    """Return the innermost level at which a derivative for `x` may be taken, None without one."""
+    return next(derivative_levels(x), None)
+
+
+def derivative_levels(x: torch.Tensor) -> Iterator[int]:
+    """Yield the levels at which derivatives for `x` may be taken, from the innermost.
 
     Levels are those of `torch.func`; 0 is ordinary autograd, in reverse or forward mode.
     """
-    jvp_levels: set[int] | None = None
     x = unwrap_if_dead(x)
     while is_wrapped(x):
         if not is_batched(x):
             level = torch._C._functorch.maybe_get_level(x)
-            if x.requires_grad:
-                return level
-            if jvp_levels is None:
-                stack = torch._C._functorch.get_interpreter_stack() or ()
-                jvp_levels = {item.level() for item in stack if item.key() == TransformType.Jvp}
-            if level in jvp_levels and x.dtype.is_floating_point:
-                return level
+            if x.requires_grad or (x.dtype.is_floating_point and level in _levels_of(_JVP)):
+                yield level
         x = unwrap_if_dead(get_unwrapped(x))
-    if x.requires_grad:
-        return 0
-    if forward_ad._current_level < 0:
-        return None
-    return None if forward_ad.unpack_dual(x).tangent is None else 0
+    if x.requires_grad or has_tangent(x):
+        yield 0
+
+
+def innermost_derivative() -> int:
+    """Return the level of the innermost running `grad` or `jvp` of `torch.func`, 0 without one."""
+    return max(_levels_of(_GRAD, _JVP), default=0)
+
+
+def _levels_of(*kinds: int) -> list[int]:
+    """Return the levels of the running transforms of some kinds."""
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    return [item.level() for item in stack if item.key().value in kinds]
 
 
 def with_batch_at(x: torch.Tensor, dim: int | None, position: int, n: int) -> torch.Tensor:

@@ -19,13 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from fshard._torch.autograd_state import GRAD_FN, backward_hooks_of
-from fshard._torch.functorch import (
-    has_tangent,
-    innermost_level,
-    is_foreign,
-    is_wrapped,
-    unwrap_if_dead,
-)
+from fshard._torch.functorch import innermost_level, is_foreign, is_wrapped, unwrap_if_dead
 from fshard._torch.memory import innermost
 from fshard._torch.modes import DisableTorchFunction
 from fshard._util.code_names import global_names
@@ -79,7 +73,7 @@ def find_transformed_closures(fn: Callable[..., Any]) -> tuple[torch.Tensor, ...
 
 
 class GradientHook(NamedTuple):
-    """Use of a gradient hook in a body: the name of the body, and how it was written."""
+    """Use of a gradient hook in a body of a transform: the name of the body, and the call."""
 
     where: str
     call: str
@@ -93,35 +87,49 @@ class GradientHook(NamedTuple):
              "s * y + ((1 - s) * y).detach() scales the gradient of y by s; an autograd.Function "
              "with generate_vmap_rule changes it otherwise")  # fmt: skip
 
+    def refuse_outer_level(self) -> NoReturn:
+        """Raise for a gradient of a level at which PyTorch does not call the hook."""
+        fail(self.where, f"{self.call} in a body, and a gradient of a level outside of the "
+             "innermost transform of torch.func",
+             "a hook must see gradients of the innermost level alone, and a simulation passes "
+             "those of every level through one graph",
+             "y = first(x); y.register_hook(...); second(x, y) calls the hook between two mapped "
+             "functions")  # fmt: skip
+
 
 class ReplacingMode(TorchFunctionMode):
     """Function mode of a rank that replaces tensors from outside of it by its own.
 
-    Raises `ShardingError` for others of a transform that does not run in this thread.
+    Raises `ShardingError` for others of a transform that does not run in this thread. Gradient
+    hooks are added to `hooks`, always if `is_nested`: only some of their gradients would be right.
     """
 
-    def __init__(self, where: str, replacements: Mapping[int, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        where: str,
+        replacements: Mapping[int, torch.Tensor],
+        hooks: list[GradientHook],
+        is_nested: bool,
+    ) -> None:
         super().__init__()
         self.where, self.replacements = where, replacements
+        self.hooks, self.is_nested = hooks, is_nested
         self.active = False
 
     @property
     def is_needed(self) -> bool:
         """True unless it replaces nothing and types are tracked, which sees every tensor too."""
         tracked = current_tracker() is not None
-        return bool(self.replacements) or not tracked or _GRADIENTS_WITHIN.get() is not None
+        return bool(self.replacements) or not tracked or self.is_nested or _GRADIENTS_WITHIN.get()
 
     @runs_users_operation
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        hooks = _GRADIENTS_WITHIN.get()
-        if hooks is not None and func in _GRADIENT_QUERIES and _has_gradient(args[0]):
-            hook = GradientHook(
-                self.where, "x.grad_fn" if func == GRAD_FN else "x.register_hook(...)"
-            )
-            if is_wrapped(args[0]):
+        if func in _GRADIENT_QUERIES and innermost(args[0]).requires_grad:
+            hook = GradientHook(self.where, _GRADIENT_QUERIES[func])
+            if not is_wrapped(args[0]):
+                self.hooks += [hook] if func != _REQUIRES_GRAD else []
+            elif _GRADIENTS_WITHIN.get():
                 return True if func == _REQUIRES_GRAD else hook.refuse()
-            if func != _REQUIRES_GRAD:  # wrong only if a tangent of a gradient is taken
-                hooks.append(hook)
         if kwargs:
             return func(*self.replaced(args), **self.replaced(kwargs))
         return func(*self.replaced(args))
@@ -151,24 +159,17 @@ def refuse_closure(where: str, x: torch.Tensor) -> NoReturn:
 
 
 _REQUIRES_GRAD: Any = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
-_GRADIENT_QUERIES = {torch.Tensor.register_hook, _REQUIRES_GRAD, GRAD_FN}
-_GRADIENTS_WITHIN: ContextVar[list[GradientHook] | None] = ContextVar(
-    "fshard_gradients_within", default=None
-)
-
-
-def _has_gradient(x: torch.Tensor) -> bool:
-    """Return True for a batch or a value with a tangent that gradients may be taken for."""
-    return (is_wrapped(x) or has_tangent(x)) and innermost(x).requires_grad
+_GRADIENT_QUERIES = {
+    torch.Tensor.register_hook: "x.register_hook(...)", torch.Tensor.retain_grad: "x.retain_grad()",
+    GRAD_FN: "x.grad_fn", _REQUIRES_GRAD: "x.requires_grad",
+}  # fmt: skip
+_GRADIENTS_WITHIN = ContextVar("fshard_gradients_within", default=False)
 
 
 @contextmanager
-def gradients_within(hooks: list[GradientHook]) -> Iterator[None]:
-    """Run a body under a `vmap` or forward mode within which gradients are taken.
-
-    Hooks of values with tangents are added to `hooks`: they must not see gradients with tangents.
-    """
-    token = _GRADIENTS_WITHIN.set(hooks)
+def gradients_within() -> Iterator[None]:
+    """Run a body under a `vmap` or forward mode within which gradients are taken."""
+    token = _GRADIENTS_WITHIN.set(True)
     try:
         yield
     finally:
@@ -180,11 +181,23 @@ _REPLACING: ContextVar[ReplacingMode | None] = ContextVar("fshard_replacing", de
 
 @contextmanager
 def replacing(
-    where: str, closures: Sequence[torch.Tensor], locals_: Sequence[torch.Tensor]
+    where: str,
+    closures: Sequence[torch.Tensor],
+    locals_: Sequence[torch.Tensor],
+    hooks: list[GradientHook],
+    is_nested: bool,
 ) -> Iterator[None]:
-    """Replace closures by a rank's own tensors in functions called by `call_function`."""
+    """Replace closures by a rank's own tensors in functions called by `call_function`.
+
+    Args:
+        where: name of the function, for errors.
+        closures: tensors that it closes over.
+        locals_: the rank's own tensor for each.
+        hooks: list to which gradient hooks in the function are added.
+        is_nested: True if tensors are differentiated at a level that is not the innermost.
+    """
     replacements = {id(x): local for x, local in zip(closures, locals_, strict=True)}
-    token = _REPLACING.set(ReplacingMode(where, replacements))
+    token = _REPLACING.set(ReplacingMode(where, replacements, hooks, is_nested))
     try:
         yield
     finally:

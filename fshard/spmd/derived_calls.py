@@ -148,6 +148,8 @@ class Vjp(DerivedCall):
         base = self.base.duals(level, self.base_width)
         if base is None:
             return None
+        if self.root.hooks:
+            self.root.hooks[0].refuse()
         w, tangents = self.base_width, range(width + self.base_width, 2 * width)
         inputs = (
             *(i if i < w else i - w + width for i in base.inputs),

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fshard._torch.autograd_state import library_operation, nodes_behind
+from fshard._torch.autograd_state import HOOKED_MODULE, library_operation, nodes_behind
 from fshard._torch.functorch import run_with_tangents
 from fshard._torch.memory import own_memory
 from fshard._util.errors import fail
@@ -124,7 +124,8 @@ class RecordedCall(RankCall):
         forward: the call under those levels of forward mode that it has run at.
         primal: until it has run, the call of the first inputs and outputs, whose tangents are the
             last ones.
-        hooks: gradient hooks of values with tangents, shared by the calls on batches and tangents.
+        level: the innermost `grad` or `jvp` that runs at the call, 0 without one.
+        hooks: gradient hooks in the function, shared by the calls on batches and tangents.
         transformed: True under a transform of `torch.func`; no tensor then repeats its memory.
         graphs: every rank's graph, once it has run.
     """
@@ -138,6 +139,7 @@ class RecordedCall(RankCall):
     batches: dict[int, Batches] = field(default_factory=dict)
     forward: dict[int, Duals] = field(default_factory=dict)
     primal: RecordedCall | None = None
+    level: int = 0
     hooks: list[GradientHook] = field(default_factory=list)
     transformed: bool = False
     graphs: list[Graph] | None = None
@@ -176,6 +178,17 @@ class RecordedCall(RankCall):
         assert self.graphs is not None
         return self.graphs[index]
 
+    def check_level(self, level: int) -> None:
+        """Raise `ShardingError` for hooks that a gradient of a level must not reach."""
+        if level == self.level:
+            return
+        hooks = list(self.hooks)
+        nodes = nodes_behind([y for _, ys in self.graphs or () for y in ys])
+        if any(isinstance(node, HOOKED_MODULE) for node in nodes):
+            hooks.insert(0, GradientHook("a mapped function", "a module's full backward hooks"))
+        if hooks:
+            hooks[0].refuse_outer_level()
+
     def rebased(self, level: int) -> Batches | None:
         """Return the call that has run under a level."""
         return self.batches.get(level)
@@ -194,11 +207,11 @@ class RecordedCall(RankCall):
         )
 
         has_inner = any(inner is not None and inner > level for inner in self.levels)
-        element, hooks = self.function, self.hooks
+        element = self.function
 
         def function(rank: int, xs: Locals) -> Locals:
             one = torch.func.vmap(lambda *xs: element(rank, xs), inputs, 0, randomness)
-            with gradients_within(hooks) if has_inner else nullcontext():
+            with gradients_within() if has_inner else nullcontext():
                 ys: Locals = one(*xs)
             return ys
 
@@ -231,14 +244,14 @@ class RecordedCall(RankCall):
             levels: levels of all inputs.
             has_inner: True if gradients within the level may be taken.
         """
-        primal, hooks, width = self.function, self.hooks, len(self.levels)
+        primal, width = self.function, len(self.levels)
         inputs = (*range(width), *(width + i for i in columns))
 
         def function(rank: int, xs: Locals) -> Locals:
             tangents: list[torch.Tensor | None] = [None] * width
             for index, tangent in zip(columns, xs[width:], strict=True):
                 tangents[index] = tangent
-            with gradients_within(hooks) if has_inner else nullcontext():
+            with gradients_within() if has_inner else nullcontext():
                 ys, ts = run_with_tangents(lambda *xs: primal(rank, xs), xs[:width], tangents)
             return ys + ts
 

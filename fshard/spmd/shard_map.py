@@ -78,8 +78,10 @@ def shard_map(
     with tangents beside values; gradients, and derivatives of them, replay what the body recorded,
     so Python state that has changed is not read again. In a simulation hooks in the body see the
     gradient of their rank, and in a second derivative its terms one by one: those of modules
-    (`register_full_backward_hook`) are refused there, and hooks in a `vmap` of gradients. Refused
-    too is a `torch.library` operation in forward mode, to which PyTorch gives no tangent.
+    (`register_full_backward_hook`) are refused there, and hooks in a `vmap` of gradients. PyTorch
+    calls a hook at the innermost level of `torch.func` alone: gradients of other levels are refused
+    in a body with hooks. Refused too is a `torch.library` operation in forward mode, to which
+    PyTorch gives no tangent.
 
     In the body of another `shard_map` further axes of the same mesh are mapped. An argument is then
     a value that this rank holds unsharded; it is sharded among the ranks that differ in the further

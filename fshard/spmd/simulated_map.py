@@ -18,6 +18,8 @@ import torch
 from fshard._torch.autograd_state import keeps_graph
 from fshard._torch.functorch import (
     apply_function,
+    derivative_levels,
+    innermost_derivative,
     innermost_level,
     is_transformed,
     make_duals,
@@ -31,6 +33,7 @@ from fshard.run.autograd.linear_function import is_differentiated
 from fshard.run.transports.simulator import run_ranks
 from fshard.spmd.axis_env import BoundAxes, bind_for_backward
 from fshard.spmd.closure_inputs import (
+    GradientHook,
     find_closure_inputs,
     find_transformed_closures,
     refuse_closure,
@@ -100,11 +103,12 @@ def _map_transformed(
     if closures:
         shared = zip(*map(share, closures), strict=True)
         values = [xs + others for xs, others in zip(values, shared, strict=True)]
-    grad_mode = torch.is_grad_enabled()
+    grad_mode, level, hooks = torch.is_grad_enabled(), innermost_derivative(), list[GradientHook]()
+    is_nested = any(at != level for xs in values for x in xs for at in derivative_levels(x))
 
     def function(rank: int, xs: Locals) -> Locals:
         width = len(xs) - len(closures)
-        with replacing(where, closures, xs[width:]):
+        with replacing(where, closures, xs[width:], hooks, is_nested):
             return _run_bound(scope, body, rank, xs[:width])
 
     def check(call: RecordedCall) -> None:
@@ -114,7 +118,10 @@ def _map_transformed(
         for x in find_closure_inputs(fn, inputs, outputs):
             refuse_closure(where, x)
 
-    call = RecordedCall(scope, function, _levels(values), check, grad_mode, transformed=True)
+    call = RecordedCall(
+        scope, function, _levels(values), check, grad_mode,
+        level=level, hooks=hooks, transformed=True,
+    )  # fmt: skip
     return _apply(call, values)
 
 
@@ -184,7 +191,7 @@ class _RankNode(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Locals) -> None:
         call, *flat = inputs
-        ctx.call = call
+        ctx.call, ctx.level = call, transform_level() or 0
         ctx.save_for_backward(*flat)
         ctx.save_for_forward(*flat)
         if call.graphs is not None and not is_transformed():
@@ -201,6 +208,7 @@ class _RankNode(torch.autograd.Function):
                 "the first backward() needs retain_graph=True"
             )
         root = call.root
+        root.check_level(ctx.level)
         if isinstance(call, DerivedCall):
             call.check_differentiable()
         size, saved = root.scope.mesh.size, ctx.saved_tensors

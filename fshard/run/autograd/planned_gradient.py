@@ -98,7 +98,7 @@ class _Attach(torch.autograd.Function):
         saved = [next(others) if i is None else outputs[i] for i in ctx.gradient.saved]
         flat = saved if ctx.n is None else [x for xs in saved for x in xs]
         ctx.save_for_backward(*flat)
-        ctx.save_for_forward(*output, *flat)
+        ctx.save_for_forward(*flat)  # a generated vmap rule keeps the batch dims of one list
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
@@ -115,15 +115,13 @@ class _Attach(torch.autograd.Function):
                  "is marked @once_differentiable", "the tangent is the transpose of its backward, "
                  "which must be differentiable",
                  "leave the mark out, if its operations are PyTorch's")  # fmt: skip
-        count = gradient.outputs * n
-        values = [primal_of(x) for x in ctx.saved_tensors]
-        outputs, saved = values[:count], values[count:]
+        saved = [primal_of(x) for x in ctx.saved_tensors]
 
         def transposed(*cts: torch.Tensor) -> Tensors:
             return tuple(_gradients(ctx, cts, saved))
 
         with set_forward_mode(True):
-            zeros = [torch.zeros_like(y) for y in outputs]
+            zeros = [torch.zeros(s, dtype=dtype, device=device) for s, dtype, device in ctx.like]
             transpose: Any = torch.func.vjp(transposed, *zeros)[1]
             results: Tensors = transpose(tangents[: gradient.inputs * n])
         return results

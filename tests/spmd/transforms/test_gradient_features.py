@@ -8,15 +8,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd import graph
-from torch.func import jvp
+from torch.autograd import forward_ad, graph
+from torch.func import grad, jacrev, jvp, vjp, vmap
 
 import fshard as fs
 from fshard import Mesh, P
 from tests.helpers.spmd.derivatives.gradient_features import (
+    BACKWARD_HOOKED,
     FEATURES,
     MESH,
+    PRE_HOOKED,
     SEEN,
+    Generated,
+    WithVmap,
     cube_operation,
     differing,
     mapped,
@@ -98,6 +102,184 @@ def test_library_operations_on_pairs_have_their_gradient() -> None:
     y = fs.unshard(fs.apply(torch.sin, fs.reshard(pair, P("dp"))))
     grads = torch.autograd.grad(y.sum(), (x, w))
     close(grads, torch.autograd.grad((x @ w).sin().sum(), (x, w)))
+
+
+# -- several levels of torch.func -----------------------------------------------------------------
+
+
+def with_tensor_hook(x: Tensor) -> Tensor:
+    y = x * x
+    if y.requires_grad:
+        y.register_hook(lambda g: 3 * g)
+    return y * x
+
+
+def with_argument_hook(x: Tensor) -> Tensor:
+    x.register_hook(lambda g: 3 * g)
+    return x**3
+
+
+def with_node_hook(x: Tensor) -> Tensor:
+    y = x * x
+    if y.grad_fn is not None:
+        y.grad_fn.register_prehook(lambda go: (3 * go[0],))
+    return y * x
+
+
+def with_retained_gradient(x: Tensor) -> Tensor:
+    y = x * x
+    if y.requires_grad:
+        y.retain_grad()
+    return y * x
+
+
+def with_observer(x: Tensor) -> Tensor:
+    y = x * x
+    if y.requires_grad:
+        graph.register_multi_grad_hook((y,), lambda _: None)
+    return y * x
+
+
+HOOKED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "tensor": (with_tensor_hook, r"x.register_hook\(...\) in a body"),
+    "argument": (with_argument_hook, r"x.register_hook\(...\) in a body"),
+    "node": (with_node_hook, "x.grad_fn in a body"),
+    "retain_grad": (with_retained_gradient, r"x.retain_grad\(\) in a body"),
+    "observer": (with_observer, "x.grad_fn in a body"),
+    "module": (lambda x: BACKWARD_HOOKED(x * x) * x, "a module's full backward hooks in a body"),
+    "pre-hook": (lambda x: PRE_HOOKED(x * x) * x, "a module's full backward hooks in a body"),
+}
+"""Functions with a hook, and how an error names it."""
+
+
+def twice_graded(f: Any, x: Tensor) -> Tensor:
+    second: Tensor = grad(lambda x: grad(lambda x: f(x).sum())(x).sum())(x)
+    return second
+
+
+def graded_in_autograd(f: Any, x: Tensor) -> Tensor:
+    leaf = x.clone().requires_grad_()
+    return torch.autograd.grad(grad(lambda x: f(x).sum())(leaf).sum(), leaf)[0]
+
+
+def twice_pulled_back(f: Any, x: Tensor) -> Tensor:
+    second: Tensor = vjp(lambda y: vjp(f, y)[1](y)[0], x)[1](x)[0]
+    return second
+
+
+NESTED: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "grad of grad": twice_graded,
+    "jacrev of grad": lambda f, x: jacrev(grad(lambda x: f(x).sum()))(x),
+    "autograd of grad": graded_in_autograd,
+    "vjp of vjp": twice_pulled_back,
+    "outer level": lambda f, x: grad(lambda x: grad(lambda y: (f(x) * y).sum())(x).sum())(x),
+}
+"""Gradients at several levels, of which PyTorch calls a hook at the innermost alone."""
+
+
+def rowwise(fn: Callable[..., Tensor], check: bool = True) -> Any:
+    return fs.shard_map(fn, mesh=MESH, in_specs=P("x"), out_specs=P("x"), check=check)
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("name", HOOKED)
+def test_hooks_are_refused_for_gradients_of_outer_levels(name: str, check: bool) -> None:
+    fn, written = HOOKED[name]
+    for run in NESTED.values():
+        with pytest.raises(fs.ShardingError, match=written):
+            run(rowwise(fn, check), X)
+
+
+@pytest.mark.parametrize("name", ["tensor", "argument", "node", "observer"])
+def test_hooks_are_called_at_their_level(name: str) -> None:
+    fn, _ = HOOKED[name]
+    outer = X.clone().requires_grad_()  # of a level at which no gradient is taken
+    for f in (rowwise(fn), rowwise(fn, False)):
+        close(grad(lambda x: f(x * outer).sum())(X), grad(lambda x: fn(x * outer).sum())(X))  # noqa: B023
+
+
+@pytest.mark.parametrize("run", NESTED)
+def test_hooks_between_mapped_functions_are_called_at_the_innermost_level(run: str) -> None:
+    square, times = rowwise(torch.square), rowwise(torch.mul)
+
+    def parts(x: Tensor) -> Tensor:
+        y = square(x)
+        if y.requires_grad:
+            y.register_hook(lambda g: 3 * g)
+        return times(y, x)
+
+    close(NESTED[run](parts, X), NESTED[run](with_tensor_hook, X))
+
+
+@pytest.mark.parametrize("name", ["tensor", "node"])
+def test_hooks_are_refused_for_tangents_of_gradients_in_a_dual_level(name: str) -> None:
+    fn, written = HOOKED[name]
+    with forward_ad.dual_level():
+        x = forward_ad.make_dual(X, X.cos())
+        with pytest.raises(fs.ShardingError, match=written):
+            grad(lambda x: rowwise(fn)(x).sum())(x)
+
+
+class Tripled(torch.autograd.Function):
+    """Function that keeps values, with gradients and tangents times 3."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return 3 * grads[0]
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return 3 * tangents[0]
+
+
+CUSTOM: dict[str, Callable[[Tensor], Tensor]] = {
+    "saves nothing": lambda x: Tripled.apply(x * x) * x,
+    "saves its input": lambda x: Generated.apply(x * x) * x,
+    "saves its output": lambda x: WithVmap.apply(x * x) * x,
+}
+BATCHED = torch.stack([X, X.sin()])
+
+
+def batch_of_gradients(f: Any) -> Any:
+    return vmap(grad(lambda x: f(x).sum()))
+
+
+def dual_batch(f: Any, x: Tensor) -> Any:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(vmap(f)(forward_ad.make_dual(BATCHED, BATCHED.cos())))
+
+
+WITH_BATCHES: dict[str, Callable[[Any, Tensor], Any]] = {
+    "grad of vmap": lambda f, x: grad(lambda xs: vmap(f)(xs).sum())(BATCHED),
+    "grad of vmap of grad": lambda f, x: grad(lambda xs: batch_of_gradients(f)(xs).sum())(BATCHED),
+    "jvp of vmap": lambda f, x: jvp(vmap(f), (BATCHED,), (BATCHED.cos(),)),
+    "jvp of vmap of grad": lambda f, x: jvp(batch_of_gradients(f), (BATCHED,), (BATCHED.cos(),)),
+    "jvp of vmap of vmap": lambda f, x: jvp(vmap(vmap(f)), (BATCHED[None],), (BATCHED[None],)),
+    "grad of jvp of vmap": lambda f, x: grad(
+        lambda xs: jvp(batch_of_gradients(f), (xs,), (BATCHED,))[1].sum()
+    )(BATCHED),
+    "vmap in a dual level": dual_batch,
+}
+
+
+@pytest.mark.parametrize("name", CUSTOM)
+def test_custom_functions_have_derivatives_of_several_levels(name: str) -> None:
+    fn = CUSTOM[name]
+    part = fs.partition(fn, mesh=MESH, in_specs=P("x"))
+    for run in (*NESTED.values(), *WITH_BATCHES.values()):
+        reference = run(fn, X)
+        for f in (part, rowwise(fn), rowwise(fn, False)):
+            close(run(f, X), reference)
 
 
 # -- around the call ------------------------------------------------------------------------------
