@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -250,6 +251,32 @@ def test_damaged_checkpoints_are_refused(damage: str, tmp_path: Path) -> None:
     with pytest.raises(fs.ShardingError, match=message):
         fs.state.load(tmp_path)
     assert not (tmp_path / "touched").exists()
+
+
+class OlderPickler(pickle.Pickler):
+    """Pickler of members of enumerations by name, as Python 3.11.0 to 3.11.4 pickles them."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        return (getattr, (type(obj), obj.name)) if isinstance(obj, Enum) else NotImplemented
+
+
+class Attribute:
+    """Object whose pickle asks for an attribute of a class of DCP."""
+
+    def __reduce__(self) -> Any:
+        return getattr, (dcp.metadata.TensorStorageMetadata, "__init__")
+
+
+def test_metadata_of_older_pythons_loads(tmp_path: Path) -> None:
+    path = saved(tmp_path) / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    with path.open("wb") as opened:
+        OlderPickler(opened).dump(metadata)
+    assert b"getattr" in path.read_bytes()
+    assert torch.equal(fs.state.load(tmp_path)["w"], torch.ones(4))
+    path.write_bytes(pickle.dumps(Attribute()))
+    with pytest.raises(fs.ShardingError, match=r"the attribute __init__ of .* DCP does not write"):
+        fs.state.load(tmp_path)
 
 
 def test_code_in_a_value_is_not_run(tmp_path: Path) -> None:

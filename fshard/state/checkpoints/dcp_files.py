@@ -29,6 +29,7 @@ METADATA = ".metadata"
 MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
 OTHERS = {("torch.serialization", "_get_layout"), ("pathlib", "PosixPath"), ("pathlib", "Path"),
           ("pathlib", "PurePosixPath"), ("pathlib", "WindowsPath")}  # fmt: skip
+MEMORY_FORMAT = "_MEM_FORMAT_ENCODING"  # the one enumeration
 
 UNREADABLE = (pickle.UnpicklingError, AttributeError, KeyError, TypeError, EOFError, IndexError,
               ValueError, RuntimeError, OverflowError, MemoryError)  # fmt: skip
@@ -55,6 +56,13 @@ class Record:
         return self.state.get(name, default) if isinstance(self.state, Mapping) else default
 
 
+def _read_member(owner: Any, name: Any) -> Record:
+    """Return a member of an enumeration as a record; Python 3.11.0 to 3.11.4 pickle it by name."""
+    if isinstance(owner, type) and issubclass(owner, Record) and owner.__name__ == MEMORY_FORMAT:
+        return owner(name)
+    raise pickle.UnpicklingError(f"the attribute {name} of {owner}, which DCP does not write")
+
+
 class _Unpickler(pickle.Unpickler):
     """Reads a pickle as records; refuses names that DCP does not write."""
 
@@ -62,6 +70,8 @@ class _Unpickler(pickle.Unpickler):
         """Return a constructor of records, of sizes as tuples, or a dtype."""
         if module in MODULES or (module, name) in OTHERS:
             return type(name, (Record,), {})
+        if module == "builtins" and name == "getattr":
+            return _read_member
         if module == "torch" and name == "Size":
             return tuple
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
