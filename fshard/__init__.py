@@ -223,9 +223,4 @@ _publish(vars(state), state.__all__)
 _publish(vars(interop), interop.__all__)
 _publish(vars(testing), testing.__all__)
 
-
-def __dir__() -> list[str]:
-    return sorted([*__all__, "__all__", "__doc__", "__file__", "__name__", "__version__"])
-
-
 _run_uncompiled(shard)  # the wrapper that all public functions have in common

@@ -10,6 +10,9 @@ from typing import Any, NewType
 
 from fshard._util.tracebacks import boundary, explained
 
+DUNDERS = {"__all__", "__doc__", "__file__", "__name__", "__version__"}
+"""Names of a package beside its public ones."""
+
 
 def publish(
     namespace: dict[str, Any], names: Iterable[str], results: Mapping[str, str] | None = None
@@ -20,14 +23,15 @@ def publish(
     leaves, which `inspect.signature` would show. Public unions, `Step` for one, are shown by their
     name. The `__module__` of functions becomes the package's; classes keep theirs, by which
     `inspect.getsource` and doctest find them. Functions become those of `boundary`, methods
-    with options those of `explained`.
+    with options those of `explained`. `dir` of the package lists the public names alone.
 
     Args:
         namespace: globals of the package.
         names: names of its public functions, classes and unions; other values are ignored.
         results: names of classes that users do not construct, and functions that return them.
     """
-    package = namespace["__name__"]
+    package, names = namespace["__name__"], tuple(names)
+    namespace["__dir__"] = lambda: sorted({*names, *DUNDERS & namespace.keys()})
     unions: dict[str, Any] = {
         name: NewType(name, object) for name in names if isinstance(namespace[name], UnionType)
     }
