@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pathlib
 import pickle
+import sys
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
@@ -267,9 +269,15 @@ class Attribute:
         return getattr, (dcp.metadata.TensorStorageMetadata, "__init__")
 
 
-def test_metadata_of_older_pythons_loads(tmp_path: Path) -> None:
+def test_metadata_of_other_pythons_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = saved(tmp_path) / ".metadata"
     metadata = pickle.loads(path.read_bytes())
+    for module in ("pathlib", "pathlib._local"):  # that of Python 3.13
+        monkeypatch.setitem(sys.modules, module, pathlib)
+        monkeypatch.setattr(pathlib.PosixPath, "__module__", module)
+        path.write_bytes(pickle.dumps(metadata))
+        assert module.encode() in path.read_bytes()
+        assert torch.equal(fs.state.load(tmp_path)["w"], torch.ones(4))
     with path.open("wb") as opened:
         OlderPickler(opened).dump(metadata)
     assert b"getattr" in path.read_bytes()

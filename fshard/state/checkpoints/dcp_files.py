@@ -27,8 +27,8 @@ from fshard.state.checkpoints.shard_reader import Ranges, ShardReader
 
 METADATA = ".metadata"
 MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
-OTHERS = {("torch.serialization", "_get_layout"), ("pathlib", "PosixPath"), ("pathlib", "Path"),
-          ("pathlib", "PurePosixPath"), ("pathlib", "WindowsPath")}  # fmt: skip
+PATHS = {"Path", "PosixPath", "PurePosixPath", "WindowsPath"}
+PATH_MODULES = {"pathlib", "pathlib._local"}  # the latter's in Python 3.13
 MEMORY_FORMAT = "_MEM_FORMAT_ENCODING"  # the one enumeration
 
 UNREADABLE = (pickle.UnpicklingError, AttributeError, KeyError, TypeError, EOFError, IndexError,
@@ -68,7 +68,9 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """Return a constructor of records, of sizes as tuples, or a dtype."""
-        if module in MODULES or (module, name) in OTHERS:
+        is_path = module in PATH_MODULES and name in PATHS
+        is_layout = module == "torch.serialization" and name == "_get_layout"
+        if module in MODULES or is_path or is_layout:
             return type(name, (Record,), {})
         if module == "builtins" and name == "getattr":
             return _read_member
