@@ -6,6 +6,7 @@
 - `tracebacks`: errors without the library's frames.
 - `signatures`: errors of calls that do not match a signature.
 - `code_names`: names of globals that code reads.
+- `dtypes`: floating-point and complex dtypes.
 - `cache`: the size limit of all caches.
 - `public`: signatures of public functions in `help()`.
 - `text`: widths, units, lists of words.

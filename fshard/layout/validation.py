@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Set
 
 import torch
 
+from fshard._util.dtypes import is_inexact_dtype
 from fshard._util.errors import Problem, did_you_mean, fail
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import LINEAR, Kinds, PartitionSpec, chunk_sizes
@@ -112,7 +113,6 @@ def has_mixed_reductions(unreduced: Kinds, reduced: Kinds) -> bool:
 
 def state_problems(unreduced: Kinds, reduced: Kinds, dtype: torch.dtype) -> list[Problem]:
     """Return the problems of unreduced and reduced axes for a tensor of `dtype`."""
-    inexact = dtype.is_floating_point or dtype.is_complex
     problems = []
     if has_mixed_reductions(unreduced, reduced):
         text = ", ".join(f"{axis}={kind}" for axis, kind in (*unreduced, *reduced))
@@ -120,7 +120,7 @@ def state_problems(unreduced: Kinds, reduced: Kinds, dtype: torch.dtype) -> list
             "several reductions must be sum and avg, or their order would matter",
             "reduce over one axis first"))  # fmt: skip
     for axis, kind in (*unreduced, *reduced):
-        if kind == "avg" and not inexact:
+        if kind == "avg" and not is_inexact_dtype(dtype):
             problems.append(Problem(
                 f"{axis!r} averaged, dtype {dtype}", "an average of integers is not an integer",
                 "use sum, or a floating dtype"))  # fmt: skip

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fshard._util.dtypes import is_inexact
 from fshard._util.errors import fail
 
 
@@ -189,7 +190,7 @@ def bincount(x: Tensor, weights: Tensor | None = None, /, *, length: int) -> Ten
     tensor([1, 2, 0])
     """
     check_size(length, "fs.bincount", "length")
-    if x.ndim != 1 or x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+    if x.ndim != 1 or is_inexact(x) or x.dtype == torch.bool:
         fail(
             "fs.bincount",
             f"a tensor of {x.dtype} of shape {tuple(x.shape)}",

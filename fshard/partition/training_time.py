@@ -7,8 +7,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from fshard._util.cache import CACHE_SIZE
+from fshard._util.dtypes import is_inexact
 from fshard.layout.mesh import Mesh
-from fshard.ops.core.builders import is_inexact
 from fshard.ops.propagate.role_costs import compute_time
 from fshard.ops.strategy.axis_roles import factor_sizes
 from fshard.ops.strategy.strategy import Strategy

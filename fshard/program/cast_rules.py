@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from fshard._util.dtypes import is_inexact_dtype
 from fshard.layout.spec import Spec
 from fshard.program.steps import CollectivePermute, Remesh, Step
 
@@ -18,17 +19,15 @@ def represents(wide: torch.dtype, narrow: torch.dtype) -> bool:
         return wide == narrow or not _is_small(wide)
     if wide == torch.bool or _is_small(wide):
         return False
-    if _inexact(narrow):
+    if is_inexact_dtype(narrow):
         # PyTorch promotes neither floats of 8 bits nor uint16, uint32 and uint64.
-        return _inexact(wide) and (_is_small(narrow) or torch.promote_types(wide, narrow) == wide)
+        return is_inexact_dtype(wide) and (
+            _is_small(narrow) or torch.promote_types(wide, narrow) == wide
+        )
     integers = torch.iinfo(narrow)
-    if _inexact(wide):
+    if is_inexact_dtype(wide):
         return integers.max <= 2 / torch.finfo(wide).eps
     return torch.iinfo(wide).min <= integers.min and integers.max <= torch.iinfo(wide).max
-
-
-def _inexact(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
 
 
 def _is_small(dtype: torch.dtype) -> bool:

@@ -11,6 +11,7 @@ from typing import assert_never
 
 import torch
 
+from fshard._util.dtypes import is_inexact_dtype
 from fshard._util.errors import fail
 from fshard.layout.partition_spec import LINEAR
 from fshard.layout.spec import Spec
@@ -60,7 +61,7 @@ def _linear_kind(dtype: torch.dtype) -> str:
     """Return the kind of dtype within which casts are linear both ways."""
     if dtype == torch.bool:
         return "bool"
-    return "inexact" if dtype.is_floating_point or dtype.is_complex else "integer"
+    return "inexact" if is_inexact_dtype(dtype) else "integer"
 
 
 def transpose(step: Step, src: Spec, /) -> Step:

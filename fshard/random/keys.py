@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from fshard._util.dtypes import is_inexact
 from fshard._util.errors import Problem, fail, raise_if
 from fshard.ops.prng.draw_ops import DRAW_OPS
 
@@ -81,7 +82,7 @@ def fold_in(key: torch.Tensor, data: int | torch.Tensor, /) -> torch.Tensor:
     """
     problems = key_problems(key)
     if isinstance(data, torch.Tensor):
-        if data.dtype.is_floating_point or data.dtype.is_complex or data.dtype == torch.bool:
+        if is_inexact(data) or data.dtype == torch.bool:
             problems.append(Problem(f"data of {data.dtype}", "data must be of integers",
                                     "data.long()"))  # fmt: skip
     elif type(data) is not int or not 0 <= data < 1 << 32:

@@ -18,6 +18,7 @@ import torch
 from fshard._torch.autograd_state import HOOKED_MODULE, library_operation, nodes_behind
 from fshard._torch.functorch import run_with_tangents
 from fshard._torch.memory import own_memory
+from fshard._util.dtypes import is_inexact
 from fshard._util.errors import fail
 from fshard.run.transports.simulator import run_ranks
 from fshard.spmd.closure_inputs import GradientHook, gradients_within
@@ -281,4 +282,4 @@ def check_forward_mode(graphs: Sequence[Graph]) -> None:
 
 def leaf(x: torch.Tensor) -> torch.Tensor:
     """Return a leaf with the memory of `x`, which requires grad if it can have one."""
-    return x.detach().requires_grad_(x.is_floating_point() or x.is_complex())
+    return x.detach().requires_grad_(is_inexact(x))

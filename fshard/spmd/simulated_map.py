@@ -29,6 +29,7 @@ from fshard._torch.functorch import (
 )
 from fshard._torch.legacy_vmap import map_batch_elements
 from fshard._torch.memory import own_memory, unaliased_all
+from fshard._util.dtypes import is_inexact
 from fshard.run.autograd.linear_function import is_differentiated
 from fshard.run.transports.simulator import run_ranks
 from fshard.spmd.axis_env import BoundAxes, bind_for_backward
@@ -307,4 +308,4 @@ class _RecordedNode(_RankNode):
         half = len(results[0]) // 2
         ys = [y for results_ in results for y in results_[:half]]
         ts = [t for results_ in results for t in results_[half:]]
-        return ys, [t if t.is_floating_point() or t.is_complex() else None for t in ts]
+        return ys, [t if is_inexact(t) else None for t in ts]

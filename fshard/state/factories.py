@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fshard._util.dtypes import is_inexact
 from fshard._util.errors import Problem, fail, raise_if
 from fshard.layout.sharded import Pair, Sharded
 from fshard.layout.spec import Spec
@@ -400,7 +401,7 @@ def _check_target(where: str, spec: object, requires_grad: bool) -> None:
              "fs.Spec(mesh, P(...), shape=(8, 16), dtype=torch.float32)")  # fmt: skip
     name = where.removeprefix("fs.")
     check_untraced(where, spec, f"torch.{name} of the global shape")
-    if requires_grad and not (spec.dtype.is_floating_point or spec.dtype.is_complex):
+    if requires_grad and not is_inexact(spec):
         fail(where, f"requires_grad=True for {spec}",
              "a tensor with a gradient must be of a floating or complex dtype",
              "spec.replace(dtype=torch.float32)")  # fmt: skip

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fshard._util.dtypes import is_inexact
 from fshard.layout.sharded import Sharded
 from fshard.layout.tree import flatten, map_leaves
 
@@ -34,11 +35,6 @@ def run_backward(outputs: Any) -> None:
     tensors = [tensor for tensor in _tensors(outputs) if tensor.requires_grad]
     if tensors:
         torch.autograd.backward(tensors, [torch.ones_like(tensor) for tensor in tensors])
-
-
-def is_inexact(tensor: torch.Tensor) -> bool:
-    """Return True for a floating or complex dtype."""
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from fshard._util.dtypes import is_inexact
 from fshard._util.errors import fail
 from fshard.layout.sharded import Sharded
 from fshard.layout.tree import flatten, is_pair, map_leaves, paths, unflatten
 from fshard.run.global_tensors import shard, unshard
-from fshard.testing.differentiable import is_inexact
 
 WHERE = "fs.testing.assert_like_one_device"
 Tensors = list[torch.Tensor]

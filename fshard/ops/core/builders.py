@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-import torch
-
 from fshard.layout.partition_spec import REDUCTIONS
-from fshard.ops.core.call import Meta
 from fshard.ops.core.rule import Dims, Mode
 
 MAX_BLOCKS = 16
@@ -81,11 +78,6 @@ def kind_modes(
     Increasing functions map `max` to `max` and `min` to `min`; decreasing ones exchange them.
     """
     return tuple(Mode((operand,), kind, (to,) * results) for kind, to in change.items())
-
-
-def is_inexact(x: Meta | torch.Tensor | None) -> bool:
-    """Return True for a tensor of a floating-point or complex dtype."""
-    return x is not None and (x.dtype.is_floating_point or x.dtype.is_complex)
 
 
 def all_modes(*operands: int, results: int = 1) -> tuple[Mode, ...]:

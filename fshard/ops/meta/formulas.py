@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from fshard.ops.core.builders import is_inexact, valid_dim
+from fshard._util.dtypes import is_inexact
+from fshard.ops.core.builders import valid_dim
 from fshard.ops.core.call import Meta, Results, argument, instances_in
 
 Shape = tuple[int, ...]

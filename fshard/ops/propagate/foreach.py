@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard._torch.operators import all_op_names, qualified_name, schema_of
+from fshard._util.dtypes import is_inexact
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
 from fshard.ops.core.call import Meta, OpCall, map_call, meta_results
@@ -177,7 +178,7 @@ def _reduced_on(spec: Spec, axes: frozenset[str], *, replicate: bool = False) ->
 
     With `replicate`, the tensor is unsharded first. Integer tensors do not become reduced.
     """
-    if not (spec.dtype.is_floating_point or spec.dtype.is_complex):
+    if not is_inexact(spec):
         return spec.replace(partition=PartitionSpec()) if replicate else spec
     p = PartitionSpec() if replicate else spec.partition
     busy = _busy_axes([spec]) if not replicate else frozenset[str]()

@@ -6,7 +6,8 @@ import string
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from fshard.ops.core.builders import is_inexact, linear_modes
+from fshard._util.dtypes import is_inexact
+from fshard.ops.core.builders import linear_modes
 from fshard.ops.core.call import Meta, OpCall
 from fshard.ops.core.rule import Dims, Mode, Rule
 from fshard.ops.rules.shard_call import ShardCall

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from fshard._util.cache import CACHE_SIZE
+from fshard._util.dtypes import is_inexact
 from fshard.layout.spec import Spec
 from fshard.ops.core.call import argument, map_instances
 from fshard.ops.strategy.local_call import (
@@ -154,7 +155,7 @@ def zero_results(
             results.append(None)
             continue
         zeros = tensors[0].new_zeros(spec.local_shape(ctx.rank), dtype=spec.dtype)
-        if spec.dtype.is_floating_point or spec.dtype.is_complex:
+        if is_inexact(spec):
             for x in sources:
                 real = x.real if x.is_complex() and not spec.dtype.is_complex else x
                 zeros = zeros + real.to(spec.dtype)

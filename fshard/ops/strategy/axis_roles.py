@@ -15,10 +15,10 @@ from typing import NamedTuple
 import torch
 
 from fshard._util.cache import CACHE_SIZE
+from fshard._util.dtypes import is_inexact
 from fshard._util.errors import fail
 from fshard.layout.spec import Spec
 from fshard.layout.validation import state_problems
-from fshard.ops.core.builders import is_inexact
 from fshard.ops.core.call import Meta, OpCall, name_of
 from fshard.ops.core.rule import Dims, Mode, Rule
 

@@ -15,6 +15,7 @@ import torch
 
 from fshard._torch.functorch import set_forward_mode
 from fshard._util.cache import CACHE_SIZE
+from fshard._util.dtypes import is_inexact
 from fshard._util.errors import fail
 from fshard.layout.spec import Spec
 from fshard.ops.core.call import map_instances, schema_arguments
@@ -197,7 +198,7 @@ def attach_to_operands(out: Any, operands: Sequence[Any]) -> Any:
         return out
 
     def attach(x: torch.Tensor) -> Any:
-        if not (x.dtype.is_floating_point or x.dtype.is_complex):
+        if not is_inexact(x):
             return x
         return _Attached.apply(x, *tracked)  # type: ignore[no-untyped-call]
 

@@ -22,9 +22,9 @@ from fshard._torch.autograd_state import SET_GRAD_ENABLED
 from fshard._torch.fake_tensors import DataDependentOutputException, DynamicOutputShapeException
 from fshard._torch.functorch import SingleLevelFunction, new_context
 from fshard._torch.modes import DisableTorchFunction
+from fshard._util.dtypes import is_inexact
 from fshard._util.errors import ShardingError, fail
 from fshard._util.text import one_line
-from fshard.ops.core.builders import is_inexact
 from fshard.ops.trace.checkpoints import CHECKPOINT_MARK
 from fshard.run.transports.divergence_report import raise_line
 

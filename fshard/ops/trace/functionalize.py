@@ -29,9 +29,9 @@ from fshard._torch.fake_tensors import (
 from fshard._torch.memory import storage_address
 from fshard._torch.modes import DispatchMode
 from fshard._torch.operators import OpOverload, schema_of, schema_or_none
+from fshard._util.dtypes import is_inexact
 from fshard._util.errors import fail
 from fshard.layout.tree import tensors_in
-from fshard.ops.core.builders import is_inexact
 from fshard.ops.core.call import base_name, instances_in
 from fshard.ops.prng.draw_ops import DRAW_SCHEMAS
 from fshard.spmd.tracking.torch_effects import WRITES_ARGUMENT, written_arguments

@@ -31,9 +31,9 @@ from fshard._torch.functorch import (
 from fshard._torch.memory import innermost
 from fshard._torch.modes import DisableTorchFunction, DispatchMode, function_modes
 from fshard._torch.operators import is_query
+from fshard._util.dtypes import is_inexact
 from fshard._util.errors import fail
 from fshard.layout.tree import tensors_in
-from fshard.ops.core.builders import is_inexact
 from fshard.ops.core.call import map_instances
 from fshard.ops.trace.constants import READS, read_constants
 from fshard.ops.trace.covariance import WITHOUT_READS

@@ -18,12 +18,12 @@ from torch import fx
 
 from fshard._torch.autograd_state import SET_GRAD_ENABLED
 from fshard._torch.operators import OpOverload, schema_of, torch_decomposition
+from fshard._util.dtypes import is_inexact
 from fshard._util.errors import Problem, ShardingError, fail, raise_if
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
 from fshard.layout.tree import flatten
-from fshard.ops.core.builders import is_inexact
 from fshard.ops.core.call import Meta, OpCall, fill_call, instances_in, map_call
 from fshard.ops.core.registry import MappedStrategy, decomposition_of, mapped_strategy, row_of
 from fshard.ops.propagate.choice_hints import LayoutHint, RoleHint
@@ -351,7 +351,7 @@ class LayoutAssigner:
         for index, spec in enumerate(region.out_specs):
             value = self.assignment.new_value()
             lines.append(ir.Pick(value, Ref(out), index))
-            has_grad = grad and is_inexact(Meta.of(spec))
+            has_grad = grad and is_inexact(spec)
             results.append(TensorVersions(spec, has_grad, {spec: value}, kept=kept_axes(inputs)))
         return results
 
@@ -365,7 +365,7 @@ class LayoutAssigner:
         """Return the plan of a backward from the specs of its forward's values."""
         assigner = LayoutAssigner(self.mesh, self.topology, True, self.device, {}, False, self.kept)
         specs = [*(spec.dual for spec in outputs), *saved]
-        grads = tuple(is_inexact(Meta.of(spec)) for spec in specs)
+        grads = tuple(is_inexact(spec) for spec in specs)
         gradients = assigner.assign(graph, [*zip(specs, grads, strict=True)])
         targets = tuple(spec.dual for spec in inputs)
         results = tuple(map(assigner.redistributed, gradients, targets))
@@ -412,7 +412,7 @@ class LayoutAssigner:
             if not single:
                 value = self.assignment.new_value()
                 lines.append(ir.Pick(value, Ref(out), index))
-            inexact = spec.dtype.is_floating_point or spec.dtype.is_complex
+            inexact = is_inexact(spec)
             halo = strategy.out_halos[index]
             if halo:
                 value = self.assignment.add_halo(value, halo, self.topology, grad=grad and inexact)

@@ -21,11 +21,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fshard._util.dtypes import is_inexact
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
 from fshard.layout.validation import has_mixed_reductions
-from fshard.ops.core.builders import is_inexact
-from fshard.ops.core.call import Meta, map_call
+from fshard.ops.core.call import map_call
 from fshard.ops.propagate.foreach import is_foreach
 from fshard.ops.strategy.axis_roles import REDUCED, Role, roles_of
 from fshard.ops.strategy.strategy import Strategy
@@ -107,7 +107,7 @@ class ValueTable:
                 spec = line.strategy.computed_specs[0] if line.single else None
                 if spec is not None:
                     self.specs[line.out] = spec
-                exact = spec is not None and not is_inexact(Meta.of(spec))
+                exact = spec is not None and not is_inexact(spec)
                 return grad and not exact and not has_no_gradient(line.strategy.op)
             case Redistribution():
                 self.specs.update({line.source.value: line.program.src, line.out: line.program.dst})

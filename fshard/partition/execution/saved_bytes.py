@@ -18,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fshard._torch.fake_tensors import FakeTensorMode
 from fshard._torch.memory import storage_address
+from fshard._util.dtypes import is_inexact
 from fshard._util.errors import fail
 from fshard._util.text import one_line
 from fshard.layout.mesh import Mesh
@@ -211,7 +212,7 @@ class ShapesOfRegion:
         grad = self.line.grads is not None
         return [
             inputs[0].new_empty(spec.local_shape(self.rank), dtype=spec.dtype)
-            .requires_grad_(grad and (spec.dtype.is_floating_point or spec.dtype.is_complex))
+            .requires_grad_(grad and is_inexact(spec))
             for spec in self.line.region.out_specs
         ]  # fmt: skip
 

@@ -21,10 +21,10 @@ import torch
 from torch import fx
 
 from fshard._torch.autograd_state import SET_GRAD_ENABLED
+from fshard._util.dtypes import is_inexact
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
-from fshard.ops.core.builders import is_inexact
 from fshard.ops.core.call import Meta, OpCall, map_call
 from fshard.ops.core.registry import decomposition_of
 from fshard.ops.core.rule import Rule

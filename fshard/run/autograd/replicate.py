@@ -22,6 +22,7 @@ from fshard._torch.functorch import (
 from fshard._torch.legacy_vmap import is_legacy_batched, map_batch_dims
 from fshard._torch.memory import innermost, unaliased_all
 from fshard._torch.modes import without_dispatch_modes
+from fshard._util.dtypes import is_inexact
 from fshard.program.program import Program
 from fshard.run.autograd.linear_function import ProgramGroup, is_differentiated
 from fshard.run.transports.base import backward_phase
@@ -274,7 +275,7 @@ def are_close(a: torch.Tensor, b: torch.Tensor) -> bool:
         a, b = a.to(wide), b.to(wide)
     if torch.equal(a, b):
         return True
-    if not (a.is_floating_point() or a.is_complex()):
+    if not is_inexact(a):
         return False
     tolerance = torch.finfo(a.dtype).eps ** 0.5
     scale = float(a.abs().amax())

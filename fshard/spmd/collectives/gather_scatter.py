@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fshard._util.cache import CACHE_SIZE
+from fshard._util.dtypes import is_inexact
 from fshard._util.errors import fail
 from fshard.layout.mesh import Axes, Mesh, as_axes
 from fshard.layout.partition_spec import LINEAR, REDUCTIONS, PartitionSpec
@@ -241,7 +242,7 @@ def psum_scatter(
         dim = check_dim(scatter_dimension, x.ndim, "fs.psum_scatter", "scatter_dimension")
         _check_split("fs.psum_scatter", "scatter_dimension", x, dim, n, tiled)
         check_wire_dtypes("fs.psum_scatter", x.dtype, wires)
-        _check_reducible("fs.psum_scatter", x, kind)
+        _check_reducible(x, kind)
         rows = _extract_dim(x, dim, n, tiled)
         shape = block_shape(rows, {0: n})
         if kind == "product" and is_differentiated(x):
@@ -257,14 +258,15 @@ def psum_scatter(
     return CollectivePlan("fs.psum_scatter", leaf, signature)
 
 
-def _check_reducible(where: str, x: torch.Tensor, kind: str) -> None:
+def _check_reducible(x: torch.Tensor, kind: str) -> None:
     """Raise `ShardingError` for a tensor whose dtype a reduction is not defined for."""
+    where = "fs.psum_scatter"
     if kind in ("max", "min"):
         check_real(x, where)
     elif kind == "sum" and x.dtype == torch.bool:
         fix = "x.to(torch.int64), to count them"
         fail(where, f"a tensor of {x.dtype}", "booleans have no sum", fix)
-    elif kind == "avg" and not (x.dtype.is_floating_point or x.dtype.is_complex):
+    elif kind == "avg" and not is_inexact(x):
         rule = "an average must be of floating or complex values"
         fail(where, f"a tensor of {x.dtype}", rule, "x.to(torch.float32)")
 

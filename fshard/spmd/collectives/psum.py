@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 
 from fshard._util.cache import CACHE_SIZE
+from fshard._util.dtypes import is_inexact
 from fshard.layout.mesh import Axes, Mesh, as_axes
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
@@ -166,8 +167,7 @@ def pmean(
     def leaf(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return require_number(value, "fs.pmean")
-        inexact = value.dtype.is_floating_point or value.dtype.is_complex
-        x = value if inexact else value.to(torch.get_default_dtype())
+        x = value if is_inexact(value) else value.to(torch.get_default_dtype())
         check_wire_dtypes("fs.pmean", x.dtype, wires)
         return Transfer(_all_reduce(owner, axes, "avg", block_shape(x), x.dtype, to, wires), x)
 

@@ -17,6 +17,7 @@ import torch
 
 from fshard._torch.functorch import is_transformed
 from fshard._torch.modes import DispatchMode
+from fshard._util.dtypes import is_inexact
 from fshard._util.errors import fail
 from fshard.layout.mesh import Axes, Mesh
 from fshard.layout.tree import TreeDef, flatten, unflatten
@@ -326,11 +327,11 @@ def _attached(ys: Tensors, xs: Sequence[torch.Tensor]) -> Tensors:
     That holds for NaN and infinities, too: of `xs` zeros are selected.
     """
     selected = [torch.where(x.new_zeros((), dtype=torch.bool), x, 0).sum()
-                for x in xs if _is_inexact(x)]  # fmt: skip
+                for x in xs if is_inexact(x)]  # fmt: skip
     if not selected:
         return ys
     total = torch.stack([(x.real if x.is_complex() else x).double() for x in selected]).sum()
-    return tuple(y + torch.expm1(total).to(y.dtype) if _is_inexact(y) else y for y in ys)
+    return tuple(y + torch.expm1(total).to(y.dtype) if is_inexact(y) else y for y in ys)
 
 
 def _nothing() -> Tensors:
@@ -348,12 +349,8 @@ def _leaves(tree: Any, treedef: TreeDef) -> list[Any]:
     return [x for part, child in zip(parts, children, strict=True) for x in _leaves(part, child)]
 
 
-def _is_inexact(x: torch.Tensor) -> bool:
-    return x.dtype.is_floating_point or x.dtype.is_complex
-
-
 def _as_leaf(x: torch.Tensor) -> torch.Tensor:
-    return x.detach().requires_grad_(_is_inexact(x))
+    return x.detach().requires_grad_(is_inexact(x))
 
 
 def _grads(
@@ -397,7 +394,7 @@ class _FoldFunction(torch.autograd.Function):
         inputs = tuple(x.detach() for x in xs)
         results = fold.guarded().fold(inputs, fold.ring.launch, saved)
         results = tuple(y.view_as(y) if any(y is x for x in inputs) else y for y in results)
-        ctx.mark_non_differentiable(*(y for y in results if not _is_inexact(y)))
+        ctx.mark_non_differentiable(*(y for y in results if not is_inexact(y)))
         ctx.fold, ctx.label = fold, backward_label()
         ctx.merged = [acc is not None for acc in saved or ()]
         kept = [x for acc in saved or () if acc is not None for x in acc]

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from fshard._torch.checkpointing import checkpoint_form
 from fshard._torch.dynamo import without_compiler
+from fshard._util.dtypes import is_inexact
 from fshard._util.tracebacks import runs_users_operation
 from fshard.layout.tree import tensors_in
 from fshard.spmd.tracking.inner_autograd import (
@@ -273,7 +274,7 @@ def _run_write(
         for key, value in kwargs.items()
         if key != "out" and not (overwrites and value is targets[0])
     }
-    if not all(map(_has_fractions, targets)) and any(map(_has_fractions, tensors_in(read_args))):
+    if not all(map(is_inexact, targets)) and any(map(is_inexact, tensors_in(read_args))):
         effect = replace(effect, rule=TypeRule.OTHER)  # rounding partial sums is not linear
     states, casts = join_operands(tracker, effect, read_args, read_kwargs, also=also)
     for target in targets:
@@ -309,10 +310,6 @@ def _states_agree(tracker: Tracker, args: Args) -> bool:
         ):
             return False
     return all(other is states for other in tracker.states_beside(args[0]))
-
-
-def _has_fractions(x: torch.Tensor) -> bool:
-    return x.is_floating_point() or x.is_complex()
 
 
 def _refuse_cast_of_target(

@@ -29,6 +29,7 @@ from fshard._torch.operators import (
     registered_schemas,
     schema_of,
 )
+from fshard._util.dtypes import is_inexact_dtype
 from fshard.spmd.types import TypeRule
 
 
@@ -396,7 +397,7 @@ def stays_linear(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> b
     if name == "type":
         arguments = tuple(map(_dtype_of, arguments))
     dtypes = [x for x in arguments if isinstance(x, torch.dtype)]
-    integral = [dtype for dtype in dtypes if not (dtype.is_floating_point or dtype.is_complex)]
+    integral = [dtype for dtype in dtypes if not is_inexact_dtype(dtype)]
     return not (integral or (dtypes and name == "view"))
 
 

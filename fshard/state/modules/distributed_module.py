@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from fshard._torch.autograd_state import version_of
+from fshard._util.dtypes import is_inexact
 from fshard._util.errors import Problem, fail, raise_if
 from fshard._util.hooks import Hook
 from fshard._util.text import plural
@@ -420,7 +421,7 @@ class _Initializer(torch.nn.Module):
                     f"init_fn=fn with a function that also writes {name} in place")
             for name, (x, version) in self._versions().items()
             if before[name][0] is x and before[name][1] == version
-            and not (x.is_floating_point() or x.is_complex())
+            and not is_inexact(x)
         ])  # fmt: skip
 
     def _versions(self) -> dict[str, tuple[torch.Tensor, int]]:

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 import fshard as fs
+from fshard._util.dtypes import is_inexact
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.sharded import Sharded
 from fshard.layout.spec import Spec
-from fshard.ops.core.builders import is_inexact
 from fshard.ops.core.call import Meta, OpCall, fill_call, map_call
 from fshard.ops.core.rule import Rule
 from fshard.ops.propagate.propagate import call_and_tree, overload_of, rule_of

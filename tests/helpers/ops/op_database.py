@@ -24,11 +24,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 import fshard as fs
+from fshard._util.dtypes import is_inexact
 from fshard.layout.mesh import Mesh
 from fshard.layout.sharded import Sharded
 from fshard.layout.spec import Spec
 from fshard.layout.tree import is_pair
-from fshard.ops.core.builders import is_inexact
 from fshard.ops.core.registry import functional_of, read_arguments
 from fshard.partition.partition import partition
 from tests.helpers.ops.op_checks import shards_of

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from fshard._util.dtypes import is_inexact
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
 from fshard.layout.validation import state_problems
-from fshard.ops.core.builders import is_inexact
 from tests.helpers.ops.op_database import Case
 
 __all__ = ["COLUMNS", "Column", "layouts"]

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from fshard.ops.core.builders import all_modes, is_inexact, linear_modes, normalize_dims
+from fshard._util.dtypes import is_inexact
+from fshard.ops.core.builders import all_modes, linear_modes, normalize_dims
 from fshard.ops.core.call import OpCall
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Rule

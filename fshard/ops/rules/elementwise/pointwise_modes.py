@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from fshard.ops.core.builders import all_modes, is_inexact, kind_modes, linear_modes, unread_modes
+from fshard._util.dtypes import is_inexact
+from fshard.ops.core.builders import all_modes, kind_modes, linear_modes, unread_modes
 from fshard.ops.core.call import Meta, OpCall, base_name
 from fshard.ops.core.rule import Mode
 

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from fshard._torch.operators import schema_of
-from fshard.ops.core.builders import align_factors, dim_factors, is_inexact, wrap_dim
+from fshard._util.dtypes import is_inexact
+from fshard.ops.core.builders import align_factors, dim_factors, wrap_dim
 from fshard.ops.core.call import OpCall, argument
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Mode, Rule

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from fshard._torch.operators import schema_of
-from fshard.ops.core.builders import dim_factors, is_inexact, linear_modes
+from fshard._util.dtypes import is_inexact
+from fshard.ops.core.builders import dim_factors, linear_modes
 from fshard.ops.core.call import Meta, OpCall, argument
 from fshard.ops.core.registry import register_decomposition, register_rule
 from fshard.ops.core.rule import Dims, LocalFunction, Rule

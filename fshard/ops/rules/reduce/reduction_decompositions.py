@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fshard._util.dtypes import is_inexact
 from fshard.ops.core.builders import dim_factors, normalize_dims
 from fshard.ops.core.call import OpCall
 from fshard.ops.core.registry import register_decomposition, register_rule
@@ -232,8 +233,7 @@ def _std_mean(x: Tensor, dim: Any = None, unbiased: bool = True, keepdim: bool =
 @register_decomposition("logsumexp", "special_logsumexp")
 def log_sum_exp(x: Tensor, dim: ReducedDims, keepdim: bool = False) -> Tensor:
     """Return the log of the sum of exponentials; minus infinity with zero gradient for no terms."""
-    inexact = x.is_floating_point() or x.is_complex()
-    source = x if inexact else x.to(torch.get_default_dtype())
+    source = x if is_inexact(x) else x.to(torch.get_default_dtype())
     dims, values = dims_in(x, dim), wide(source)
     constant = values.detach().real if x.is_complex() else values.detach()
     if not all(x.shape[d] for d in dims):

@@ -20,13 +20,8 @@ from typing import Any
 import torch
 
 from fshard._torch.operators import OpOverloadPacket, schema_of
-from fshard.ops.core.builders import (
-    dim_factors,
-    is_inexact,
-    kind_modes,
-    linear_modes,
-    normalize_dims,
-)
+from fshard._util.dtypes import is_inexact
+from fshard.ops.core.builders import dim_factors, kind_modes, linear_modes, normalize_dims
 from fshard.ops.core.call import Meta, OpCall, base_name, schema_arguments
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Mode, Rule

@@ -10,11 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fshard._util.dtypes import is_inexact
 from fshard.ops.core.builders import (
     align_factors,
     all_modes,
     dim_factors,
-    is_inexact,
     kind_modes,
     linear_modes,
     normalize_dims,

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from fshard.ops.core.builders import is_inexact, linear_modes
+from fshard._util.dtypes import is_inexact
+from fshard.ops.core.builders import linear_modes
 from fshard.ops.core.call import Meta, OpCall, argument, base_name
 from fshard.ops.core.registry import register_decomposition, register_rule
 from fshard.ops.core.rule import Rule

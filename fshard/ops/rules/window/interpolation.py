@@ -17,7 +17,8 @@ import torch
 
 from fshard._torch.modes import DisableTorchFunction, without_dispatch_modes
 from fshard._util.cache import CACHE_SIZE
-from fshard.ops.core.builders import all_modes, is_inexact, linear_modes
+from fshard._util.dtypes import is_inexact
+from fshard.ops.core.builders import all_modes, linear_modes
 from fshard.ops.core.call import Meta, OpCall, argument, base_name
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Rule

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fshard.ops.core.builders import all_modes, is_inexact, kind_modes, linear_modes
+from fshard._util.dtypes import is_inexact
+from fshard.ops.core.builders import all_modes, kind_modes, linear_modes
 from fshard.ops.core.call import Meta, OpCall, argument, base_name
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Rule, Slice

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from fshard.ops.core.builders import is_inexact, kind_modes, linear_modes
+from fshard._util.dtypes import is_inexact
+from fshard.ops.core.builders import kind_modes, linear_modes
 from fshard.ops.core.call import Meta, OpCall, argument, schema_arguments
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Rule
