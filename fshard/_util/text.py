@@ -230,10 +230,10 @@ def listing(items: Iterable[object], count: int, last: object, max_items: int = 
     return f"{', '.join(first)}, … {last} ({count:,} in all)"
 
 
-def numbers_text(noun: str, numbers: Sequence[int]) -> str:
-    """Return a noun and ascending numbers, consecutive ones as ranges.
+def ranks_text(numbers: Sequence[int]) -> str:
+    """Return ascending ranks as text, consecutive ones as ranges.
 
-    >>> numbers_text("rank", [3]), numbers_text("rank", [0, 1, 2, 5])
+    >>> ranks_text([3]), ranks_text([0, 1, 2, 5])
     ('rank 3', 'ranks 0-2, 5')
     """
     ranges: list[list[int]] = []
@@ -243,4 +243,4 @@ def numbers_text(noun: str, numbers: Sequence[int]) -> str:
         else:
             ranges.append([number])
     texts = ["-".join(map(str, ends)) for ends in ranges]
-    return f"{noun}{'s' if len(numbers) > 1 else ''} {', '.join(texts)}"
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(texts)}"

@@ -1,15 +1,16 @@
-"""Ranks of a mesh in order, and the groups that communicate along some of its axes."""
+"""Ranks of a mesh in order, coordinates, and the groups that communicate along some axes."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fshard.layout.mesh import Mesh
+    from fshard.layout.spec import Spec
 
 
 @lru_cache(maxsize=64)
@@ -26,6 +27,28 @@ def rank_positions(mesh: Mesh) -> dict[int, int]:
     return {rank: position for position, rank in enumerate(mesh.devices)}
 
 
+def mesh_points(mesh: Mesh, axes: Sequence[str]) -> Iterator[dict[str, int]]:
+    """Yield all coordinates along some axes, row-major."""
+    for point in itertools.product(*(range(mesh.shape[axis]) for axis in axes)):
+        yield dict(zip(axes, point, strict=True))
+
+
+def index_coords(mesh: Mesh, axes: Sequence[str], index: int) -> dict[str, int]:
+    """Return the coordinates along `axes`, major to minor, of a shard of a dim."""
+    coords: dict[str, int] = {}
+    for axis in reversed(axes):
+        index, coords[axis] = divmod(index, mesh.shape[axis])
+    return {axis: coords[axis] for axis in axes}
+
+
+def shard_coords(spec: Spec, shard: Sequence[int]) -> dict[str, int]:
+    """Return the coordinates of a shard, given by its index in every dim, along its dims' axes."""
+    coords: dict[str, int] = {}
+    for axes, index in zip(spec.partition.dims, shard, strict=True):
+        coords |= index_coords(spec.mesh, axes, index)
+    return coords
+
+
 @lru_cache(maxsize=1024)
 def mesh_groups(mesh: Mesh, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
     """Return the groups of ranks along `axes`, which must be axes of the mesh."""
@@ -33,10 +56,8 @@ def mesh_groups(mesh: Mesh, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...
     strides = _strides(mesh)
 
     def offsets(names: Sequence[str]) -> list[int]:
-        points = itertools.product(*(range(mesh.shape[name]) for name in names))
-        return [
-            sum(strides[name] * c for name, c in zip(names, point, strict=True)) for point in points
-        ]
+        points = mesh_points(mesh, names)
+        return [sum(strides[name] * c for name, c in point.items()) for point in points]
 
     inner = offsets(axes)
     return tuple(tuple(mesh.devices[base + step] for step in inner) for base in offsets(others))
@@ -56,10 +77,9 @@ def rank_group(mesh: Mesh, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
 def _group_at(mesh: Mesh, base: int, axes: tuple[str, ...]) -> tuple[int, ...]:
     """Return the group along `axes` whose first rank is at a position among the devices."""
     strides = _strides(mesh)
-    points = itertools.product(*(range(mesh.shape[axis]) for axis in axes))
     return tuple(
-        mesh.devices[base + sum(strides[a] * c for a, c in zip(axes, point, strict=True))]
-        for point in points
+        mesh.devices[base + sum(strides[axis] * c for axis, c in point.items())]
+        for point in mesh_points(mesh, axes)
     )
 
 

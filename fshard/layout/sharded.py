@@ -18,7 +18,7 @@ from torch.overrides import resolve_name
 from fshard._torch.dynamo import register_pytree_node
 from fshard._torch.functorch import flattens_for_gradients
 from fshard._util.errors import ShardingError, fail
-from fshard._util.text import numbers_text, plural
+from fshard._util.text import plural, ranks_text
 from fshard._util.tracebacks import boundary
 from fshard.layout.mesh import Mesh
 from fshard.layout.spec import Spec
@@ -123,8 +123,7 @@ class Sharded:
         shards = dict(zip(ranks, self.local, strict=True))
         owners = [*_replicas(self.spec).values()]
         lines = [
-            _labelled(numbers_text("rank", group), shards[group[0]])
-            for group in owners[:MAX_PRINTED_SHARDS]
+            _labelled(ranks_text(group), shards[group[0]]) for group in owners[:MAX_PRINTED_SHARDS]
         ]
         if len(owners) > MAX_PRINTED_SHARDS:
             lines.append(f"  … {plural(len(owners) - MAX_PRINTED_SHARDS, 'more shard')}")

@@ -6,6 +6,7 @@
 - `simplify`, `cast_rules`: local rewrites that lower the cost, and the rules for casts in them.
 - `halo_steps`: steps that extend shards by parts of their neighbours, and the reverse;
   `halo_boxes`: their typing and boxes.
+- `boxes`: products of intervals, one for each dim.
 - `exchange_boxes`: the boxes that each rank of an `Exchange` sends and receives.
 - `cost/`: machine model, traffic and time of steps.
 - `lower_bound`: bytes that any program between two specs receives and holds.

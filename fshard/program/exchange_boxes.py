@@ -16,12 +16,11 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from fshard.layout.mesh import Mesh
+from fshard.layout.mesh_groups import mesh_points, shard_coords
 from fshard.layout.partition_spec import Kinds
 from fshard.layout.spec import Spec
+from fshard.program.boxes import Box, common, intersect, local_box, volume
 from fshard.program.infer import join_sizes
-
-Box = tuple[tuple[int, int], ...]
-"""Start and stop in every dim of the global tensor."""
 
 
 class Piece(NamedTuple):
@@ -77,12 +76,12 @@ def receives(src: Spec, dst: Spec, rank: int) -> tuple[Piece, ...]:
     pieces = []
     target, fixed = local_box(dst, rank), _fixed(src, dst, rank)
     for shard in _overlapping(src, target, _converted_coords(src, dst, fixed)):
-        for partial in _points(src.mesh, reduction_axes(src, dst)):
-            first = _rank(src, shard, partial, fixed)
+        for partial in mesh_points(src.mesh, reduction_axes(src, dst)):
+            first = _rank(src, shard, {**fixed, **partial})
             holders = _holders(src, dst, first)
             if rank not in holders:
-                box = _common(local_box(src, first), target)
-                pieces.append(Piece(_server(src, dst, holders[0], rank, _volume(box)), box))
+                box = common(local_box(src, first), target)
+                pieces.append(Piece(_server(src, dst, holders[0], rank, volume(box)), box))
     return tuple(sorted(pieces))
 
 
@@ -99,10 +98,10 @@ def sent_elements(src: Spec, dst: Spec, sender: int, receiver: int) -> int:
     holders, fixed = _holders(src, dst, sender), _fixed(src, dst, receiver)
     if receiver in holders or any(src.mesh.coords(sender)[axis] != i for axis, i in fixed.items()):
         return 0
-    box = _common(local_box(src, sender), local_box(dst, receiver))
-    if any(start >= stop for start, stop in box):
+    box = intersect(local_box(src, sender), local_box(dst, receiver))
+    if box is None:
         return 0
-    size = _volume(box)
+    size = volume(box)
     return size if _server(src, dst, holders[0], receiver, size) == sender else 0
 
 
@@ -116,8 +115,7 @@ def kept_box(src: Spec, dst: Spec, rank: int) -> Box | None:
     """
     if rank not in src.mesh or rank not in dst.mesh:
         return None
-    box = _common(local_box(src, rank), local_box(dst, rank))
-    return box if all(start < stop for start, stop in box) else None
+    return intersect(local_box(src, rank), local_box(dst, rank))
 
 
 def reduction_axes(src: Spec, dst: Spec) -> tuple[str, ...]:
@@ -225,7 +223,7 @@ def _participants(src: Spec, dst: Spec) -> tuple[int, ...]:
             participants.update(_senders(src, dst, rank))
     for rank in dst.mesh.ranks:
         target = local_box(dst, rank)
-        if _volume(target) and (kept_box(src, dst, rank) != target or num_partials > 1):
+        if volume(target) and (kept_box(src, dst, rank) != target or num_partials > 1):
             participants.add(rank)
     return tuple(sorted(participants))
 
@@ -268,13 +266,13 @@ def _needs(src: Spec, dst: Spec, first: int) -> tuple[_Need, ...]:
     copies = _replicated(dst, exchange_axes(src, dst) if src.mesh == dst.mesh else dst.mesh.axes)
     needs = []
     for target in _overlapping(dst, shard, _converted_coords(src, dst, fixed)):
-        needer = _rank(dst, target, {}, fixed)
+        needer = _rank(dst, target, fixed)
         ranks = _sorted_group(dst.mesh, needer, copies)
         if not holders.isdisjoint(ranks):
             ranks = tuple(rank for rank in ranks if rank not in holders)
         if ranks:
-            part = _common(local_box(dst, needer), shard)
-            needs.append(_Need(ranks, _volume(part), part))
+            part = common(local_box(dst, needer), shard)
+            needs.append(_Need(ranks, volume(part), part))
     return tuple(needs)
 
 
@@ -322,37 +320,13 @@ def _total(needs: Iterable[_Need]) -> int:
     return sum(need.size * len(need.ranks) for need in needs)
 
 
-def _rank(
-    spec: Spec, shard: tuple[int, ...], partial: Mapping[str, int], fixed: Mapping[str, int]
-) -> int:
-    """Return a rank that holds a shard, given by its index in every dim."""
-    coords = dict.fromkeys(spec.mesh.axes, 0) | dict(fixed) | dict(partial)
-    for index, axes in zip(shard, spec.partition.dims, strict=True):
-        rest = index
-        for axis in reversed(axes):
-            rest, coords[axis] = divmod(rest, spec.mesh.shape[axis])
-    return spec.mesh.rank(**coords)
+def _rank(spec: Spec, shard: tuple[int, ...], coords: Mapping[str, int]) -> int:
+    """Return a rank that holds a shard, the one at `coords` along other axes; 0 by default."""
+    zeros = dict.fromkeys(spec.mesh.axes, 0)
+    return spec.mesh.rank(**{**zeros, **coords, **shard_coords(spec, shard)})
 
 
-def _points(mesh: Mesh, axes: tuple[str, ...]) -> Iterator[dict[str, int]]:
-    for point in itertools.product(*(range(mesh.shape[axis]) for axis in axes)):
-        yield dict(zip(axes, point, strict=True))
-
-
-# -- boxes --------------------------------------------------------------------------------
-
-
-def local_box(spec: Spec, rank: int) -> Box:
-    """Return the box of a rank's local in global coordinates."""
-    return tuple((part.start, part.stop) for part in spec.index(rank))
-
-
-def _volume(box: Box) -> int:
-    return math.prod(stop - start for start, stop in box)
-
-
-def _common(one: Box, other: Box) -> Box:
-    return tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+# -- overlapping shards --------------------------------------------------------------------
 
 
 def _overlapping(spec: Spec, box: Box, coords: Mapping[str, int]) -> Iterator[tuple[int, ...]]:

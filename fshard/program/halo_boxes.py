@@ -14,11 +14,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from fshard._util.errors import fail
+from fshard.layout.mesh_groups import shard_coords
 from fshard.layout.spec import Spec
+from fshard.program.boxes import Box, volume
 from fshard.program.halo_steps import HaloExchange, HaloReduce, HaloStep, Windows
-
-Box = tuple[tuple[int, int], ...]
-"""Start and stop in every dim."""
 
 
 class WindowPart(NamedTuple):
@@ -178,12 +177,7 @@ def _rows(
 
 def _peer(spec: Spec, rank: int, indices: Sequence[int]) -> int:
     """Return the rank with the given shard index in every dim, and else the rank's coordinates."""
-    coords = dict(spec.mesh.coords(rank))
-    for index, axes in zip(indices, spec.partition.dims, strict=True):
-        rest = index
-        for axis in reversed(axes):
-            rest, coords[axis] = divmod(rest, spec.mesh.shape[axis])
-    return spec.mesh.rank(**coords)
+    return spec.mesh.rank(**{**spec.mesh.coords(rank), **shard_coords(spec, indices)})
 
 
 @lru_cache(maxsize=8192)
@@ -222,11 +216,6 @@ def shard_pieces(step: HaloStep, owners: Spec, rank: int) -> tuple[HaloPiece, ..
 
 def _has_elements(piece: HaloPiece) -> bool:
     return volume(piece.owned) > 0
-
-
-def volume(box: Box) -> int:
-    """Return the number of elements of a box."""
-    return math.prod(stop - start for start, stop in box)
 
 
 # -- counts ---------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
 from fshard.plan.batch.coalesce import has_equal_shards
+from fshard.program.boxes import Box, box_shape, intersect, local_box, relative, volume
 from fshard.program.cost.shard_overlap import shard_indices
 from fshard.program.cost.traffic import ceil_share
 from fshard.program.exchange_boxes import (
@@ -27,7 +28,6 @@ from fshard.program.exchange_boxes import (
     exchange_axes,
     exchange_group,
     kept_box,
-    local_box,
     receives,
     reduction_axes,
     sends,
@@ -42,17 +42,7 @@ from fshard.program.steps import (
     ReduceScatter,
     Step,
 )
-from fshard.run.packing import (
-    Box,
-    Combine,
-    Source,
-    arrives_in_order,
-    box_shape,
-    intersect,
-    packer,
-    relative,
-    unpacker,
-)
+from fshard.run.packing import Combine, Source, arrives_in_order, packer, unpacker
 from fshard.run.transports.base import Finish, Group, Parts, Transport, notify
 from fshard.run.transports.reduce_dtypes import TensorFunction, over
 
@@ -403,9 +393,9 @@ def _box_exchange(
         ]
     send, receive = [0] * len(member.group), [0] * len(member.group)
     for i, box in out:
-        send[i] += math.prod(box_shape(box))
+        send[i] += volume(box)
     for i, box, _, own in parts:
-        receive[i] += math.prod(box_shape(box)) if own is None else 0
+        receive[i] += volume(box) if own is None else 0
     pack = packer(box_shape(held), [relative(box, held) for _, box in out])
     unpack = unpacker(box_shape(needed), parts, combine)
     return Wire("all_to_all", *member[:3], sum(send) - send[index], pack, unpack,

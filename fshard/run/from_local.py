@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fshard._util.errors import Problem, fail, raise_if
-from fshard._util.text import numbers_text
+from fshard._util.text import ranks_text
 from fshard.layout.mesh import Mesh, as_mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.sharded import Sharded
@@ -170,12 +170,11 @@ def _check_replicas(local: Any, spec: Spec) -> None:
     for first, *others in _replica_groups(spec):
         differing = [rank for rank in others if digests[rank] != digests[first]]
         if differing:
-            names = numbers_text("rank", sorted(differing))
+            names = ranks_text(sorted(differing))
             problems.append(
                 Problem(
                     f"values on {names} that differ from those on rank {first}",
-                    f"for {spec} {numbers_text('rank', sorted((first, *others)))} must hold equal "
-                    "values",
+                    f"for {spec} {ranks_text(sorted((first, *others)))} must hold equal values",
                     f'check="broadcast" takes those of rank {first}; a partition that names the '
                     "axis along which they differ keeps them",
                 )

@@ -9,28 +9,11 @@ from functools import reduce
 import torch
 
 from fshard.layout.spec import Spec
-from fshard.program.halo_boxes import (
-    HaloPiece,
-    halo_axes,
-    owners_of,
-    shard_pieces,
-    volume,
-    window_pieces,
-)
+from fshard.program.boxes import Box, box_shape, intersect, relative, volume
+from fshard.program.halo_boxes import HaloPiece, halo_axes, owners_of, shard_pieces, window_pieces
 from fshard.program.halo_steps import HaloExchange, HaloReduce
 from fshard.run.collective import UNCHANGED, Wire
-from fshard.run.packing import (
-    Box,
-    Source,
-    Unpack,
-    assembler,
-    box_shape,
-    intersect,
-    packer,
-    relative,
-    unpacker,
-    view_box,
-)
+from fshard.run.packing import Source, Unpack, assembler, packer, unpacker, view_box
 from fshard.run.transports.base import Group
 from fshard.run.transports.reduce_dtypes import TensorFunction
 

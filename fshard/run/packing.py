@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from fshard.program.boxes import Box, box_shape, volume
 from fshard.run.transports.reduce_dtypes import (
     REDUCE,
     TensorFunction,
@@ -22,7 +23,6 @@ from fshard.run.transports.reduce_dtypes import (
     times,
 )
 
-Box = tuple[tuple[int, int], ...]
 Unpack = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """The received flat tensor, and the local that was packed, to the local after the collective."""
 
@@ -68,22 +68,6 @@ class Source(NamedTuple):
     own: Box | None = None
 
 
-def intersect(a: Box, b: Box) -> Box | None:
-    """Return the intersection of two boxes, None if it is empty."""
-    box = tuple((max(i, k), min(j, m)) for (i, j), (k, m) in zip(a, b, strict=True))
-    return box if all(i < j for i, j in box) else None
-
-
-def relative(box: Box, outer: Box) -> Box:
-    """Return a box in coordinates that start at the first corner of `outer`."""
-    return tuple((i - k, j - k) for (i, j), (k, _) in zip(box, outer, strict=True))
-
-
-def box_shape(box: Box) -> tuple[int, ...]:
-    """Return the shape of a box."""
-    return tuple(j - i for i, j in box)
-
-
 def _offset(shape: Sequence[int], box: Box) -> int | None:
     """Return the first element's offset in a contiguous tensor, None if the box has gaps there."""
     start, stride, partial = 0, 1, False
@@ -100,7 +84,7 @@ def _offset_in_row(shape: Sequence[int], boxes: Sequence[Box]) -> int | None:
     for box in boxes:
         if end is None or _offset(shape, box) != end:
             return None
-        end += math.prod(box_shape(box))
+        end += volume(box)
     return first
 
 
@@ -116,7 +100,7 @@ def packer(shape: Sequence[int], boxes: Sequence[Box]) -> TensorFunction:
     """Return a function that concatenates boxes of a tensor of `shape` into one flat tensor."""
     if not boxes:
         return lambda x: x.new_empty(0)
-    sizes = [math.prod(box_shape(box)) for box in boxes]
+    sizes = [volume(box) for box in boxes]
     total, start = sum(sizes), _offset_in_row(shape, boxes)
     if start is not None:
         if total == math.prod(shape):
@@ -149,7 +133,7 @@ def arrives_in_order(shape: Sequence[int], sources: Sequence[Source]) -> bool:
 
 def _covers(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
     """Return True if the concatenated boxes are a contiguous tensor of `shape`."""
-    filled = sum(math.prod(box_shape(box)) for box in boxes)
+    filled = sum(volume(box) for box in boxes)
     return filled == math.prod(shape) and _offset_in_row(shape, boxes) == 0
 
 
@@ -191,7 +175,7 @@ def unpacker(shape: Sequence[int], sources: Sequence[Source], combine: Combine) 
     start = 0
     for _, box, term, own in sources:
         boxes.setdefault(box, []).append((term, start, own))
-        start += math.prod(box_shape(box)) if own is None else 0
+        start += volume(box) if own is None else 0
     rows = sorted((box, sorted(terms)) for box, terms in boxes.items())
     assemble = assembler(shape, [box for box, _ in rows], combine.fill)
     if len(sources) == 1 and _covers(shape, [sources[0].box]):
@@ -200,7 +184,7 @@ def unpacker(shape: Sequence[int], sources: Sequence[Source], combine: Combine) 
     def unpack(moved: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         parts = []
         for box, terms in rows:
-            size, n = box_shape(box), math.prod(box_shape(box))
+            size, n = box_shape(box), volume(box)
             values = [
                 moved.narrow(0, start, n).view(size) if own is None else view_box(x, own)
                 for _, start, own in terms
@@ -218,7 +202,7 @@ def assembler(
 
     Elements outside of the boxes are the neutral element of the reduction `fill`.
     """
-    filled = sum(math.prod(box_shape(box)) for box in boxes) == math.prod(shape)
+    filled = sum(volume(box) for box in boxes) == math.prod(shape)
     if filled and len(boxes) == 1:
         return lambda parts, _: parts[0]
     split_dims = [dim for dim in range(len(shape)) if len({box[dim] for box in boxes}) > 1]

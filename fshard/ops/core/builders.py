@@ -70,14 +70,12 @@ def linear_modes(
     return tuple(Mode(group, kind, (kind,) * results) for group in groups for kind in words)
 
 
-def kind_modes(
-    operand: int, change: Mapping[str, str | None], results: int = 1
-) -> tuple[Mode, ...]:
-    """Return modes of one operand: each key of `change` gives results unreduced by its value.
+def kind_modes(operand: int, change: Mapping[str, str | None]) -> tuple[Mode, ...]:
+    """Return modes of one operand: each key of `change` gives a result unreduced by its value.
 
     Increasing functions map `max` to `max` and `min` to `min`; decreasing ones exchange them.
     """
-    return tuple(Mode((operand,), kind, (to,) * results) for kind, to in change.items())
+    return tuple(Mode((operand,), kind, (to,)) for kind, to in change.items())
 
 
 def all_modes(*operands: int, results: int = 1) -> tuple[Mode, ...]:
@@ -89,6 +87,6 @@ def all_modes(*operands: int, results: int = 1) -> tuple[Mode, ...]:
     return tuple(Mode(operands, kind, (kind,) * results) for kind in REDUCTIONS)
 
 
-def unread_modes(operand: int, results: int = 1) -> tuple[Mode, ...]:
-    """Return modes of every kind with invariant results, for an operand whose values are unread."""
-    return tuple(Mode((operand,), kind, (None,) * results) for kind in REDUCTIONS)
+def unread_modes(operand: int) -> tuple[Mode, ...]:
+    """Return modes of every kind with an invariant result, for an operand that is unread."""
+    return tuple(Mode((operand,), kind, (None,)) for kind in REDUCTIONS)

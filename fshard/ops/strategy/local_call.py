@@ -6,7 +6,7 @@ differs from rank to rank: an argument that is a global shape, an index into a s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -42,9 +42,9 @@ class RankContext:
         """Return the global index, along a dim, one past the last of an operand's local."""
         return self.offset(operand, dim) + self.operands[operand].local_shape(self.rank)[dim]
 
-    def result_offset(self, dim: int, result: int = 0) -> int:
-        """Return the global index, along a dim, at which the local of a result begins."""
-        return self._result(result).offsets(self.rank)[dim]
+    def result_offset(self, dim: int) -> int:
+        """Return the global index, along a dim, at which the local of the first result begins."""
+        return self._result(0).offsets(self.rank)[dim]
 
     def _result(self, index: int) -> Spec:
         spec = self.results[index]
@@ -102,32 +102,16 @@ class LocalRewrite:
 
 
 @dataclass(frozen=True, slots=True)
-class _WithLocalShape(LocalRewrite):
-    """The call with the local shape of a result in the place of the argument `name`."""
+class WithLocalShape(LocalRewrite):
+    """The call with the local shape of its result in the place of the argument `name`."""
 
     name: str
-    result: int = 0
-    op: Any = None
 
     def call(
         self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: RankContext
     ) -> LocalCall:
         """Return the call with the shape of this rank."""
-        shape = list(here.shape(self.result))
-        _, local_args, local_kwargs = with_argument(op, args, kwargs, self.name, shape)
-        return self.op or op, local_args, local_kwargs
-
-
-def with_local_shape(name: str, *, result: int = 0, op: Any = None) -> Callable[..., Any]:
-    """Return a rule's `local` that replaces the global shape in argument `name` by the local one.
-
-    Args:
-        name: the argument of the operation that is a shape.
-        result: index of the result that has this shape.
-        op: an operation to run in the place of the original: `reshape` for `view`, since a local
-            can have other strides than the global tensor.
-    """
-    return _WithLocalShape(name, result, op)
+        return with_argument(op, args, kwargs, self.name, list(here.shape()))
 
 
 def run_local(

@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Sequence, Set
 from functools import lru_cache
 
 from fshard.layout.mesh import Mesh
+from fshard.layout.mesh_groups import shard_coords
 from fshard.layout.spec import Spec
 from fshard.program.cost.dim_overlap import Interval
 from fshard.program.cost.shard_overlap import (
@@ -223,14 +224,10 @@ class RankOverlap:
 
 def index_of_largest(spec: Spec) -> int:
     """Return the row-major index on the mesh of the first rank with the largest shard."""
-    coords = dict.fromkeys(spec.mesh.axes, 0)
-    for axes, sizes in zip(spec.partition.dims, spec.sizes, strict=True):
-        shard = sizes.index(max(sizes)) if sizes else 0
-        for axis in reversed(axes):
-            shard, coords[axis] = divmod(shard, spec.mesh.shape[axis])
+    largest = shard_coords(spec, [sizes.index(max(sizes)) if sizes else 0 for sizes in spec.sizes])
     index = 0
     for axis, n in spec.mesh.shape.items():
-        index = n * index + coords[axis]
+        index = n * index + largest.get(axis, 0)
     return index
 
 

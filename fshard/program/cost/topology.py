@@ -465,7 +465,7 @@ class Topology(NotebookView):
         True
         """
         names = (field.name for field in fields(Topology))
-        return read_topology("fs.Topology.load", path, Topology, names)
+        return read_topology(path, Topology, names)
 
 
 @lru_cache(maxsize=4096)

@@ -36,11 +36,12 @@ def topology_json(topology: Any) -> str:
     return json.dumps({**values, "flops": dict(topology.flops)}, indent=2)
 
 
-def read_topology(where: str, path: object, make: Callable[..., T], names: Iterable[str]) -> T:
+def read_topology(path: object, make: Callable[..., T], names: Iterable[str]) -> T:
     """Return `make` of the fields, called `names`, that a file holds.
 
     Raises `ShardingError` with all problems if the file cannot be read or holds something else.
     """
+    where = "fs.Topology.load"
     path = as_path(where, path)
     file = repr(os.fspath(path))
     try:

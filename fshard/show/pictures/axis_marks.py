@@ -46,11 +46,11 @@ def shard_colour(row: int, column: int) -> str:
     return "#" + "".join(f"{round(255 * _WHITE + part * (1 - _WHITE)):02x}" for part in parts)
 
 
-def coordinate_spans(mesh: Mesh, coords: Iterable[str], between: str = ",") -> list[TextSpan]:
+def coordinate_spans(mesh: Mesh, coords: Iterable[str]) -> list[TextSpan]:
     """Return coordinates such as `dp=1` in the colours of their axes."""
     spans: list[TextSpan] = []
     for text in coords:
-        spans += [TextSpan(between)] if spans else []
+        spans += [TextSpan(",")] if spans else []
         spans.append(TextSpan(text, ink=axis_colour(mesh, text.partition("=")[0]), bold=True))
     return spans
 

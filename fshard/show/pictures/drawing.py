@@ -52,7 +52,7 @@ def plain(text: str, width: int, *, bold: bool = False) -> list[Line]:
     return [[TextSpan(line, bold=bold)] for line in wrap(text, width)]
 
 
-def flow(items: Iterable[Sequence[TextSpan]], width: int, gap: str = "   ") -> list[Line]:
+def flow(items: Iterable[Sequence[TextSpan]], width: int) -> list[Line]:
     """Return items side by side, on as many lines as they need; an item is not broken.
 
     >>> [line_text(line) for line in flow([[TextSpan("dp=2")], [TextSpan("tp=4")]], 8)]
@@ -61,8 +61,8 @@ def flow(items: Iterable[Sequence[TextSpan]], width: int, gap: str = "   ") -> l
     lines: list[Line] = []
     for item in items:
         size = sum(len(span.text) for span in item)
-        if lines and len(line_text(lines[-1])) + len(gap) + size <= width:
-            lines[-1] += [TextSpan(gap), *item]
+        if lines and len(line_text(lines[-1])) + 3 + size <= width:
+            lines[-1] += [TextSpan("   "), *item]
         else:
             lines.append([*item])
     return lines

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fshard._util.text import WIDTH, bytes_text, listing
+from fshard.layout.mesh_groups import index_coords
 from fshard.layout.spec import DTYPE_NAMES, Spec
 from fshard.program.cost.traffic import max_local_nbytes
 from fshard.show.pictures.axis_marks import coordinate_spans, legend
@@ -29,7 +30,6 @@ from fshard.show.pictures.plots import plot_layout
 from fshard.show.pictures.shard_owners import (
     coords_text,
     equations,
-    index_coords,
     index_text,
     states_in_words,
 )
@@ -177,16 +177,16 @@ def _one_local(spec: Spec, rank: int) -> str:
 
 def _relation(spec: Spec) -> list[str]:
     """Return how the locals of a simulation make up the global tensor, for a few shards."""
-    shards = list(_first_shards(spec, 8))
+    shards = list(_first_shards(spec))
     lines = [equations(spec, shard) for shard in shards]
     if spec.num_shards > len(shards):
         lines.append(f"… and {spec.num_shards - len(shards):,} more shards")
     return lines
 
 
-def _first_shards(spec: Spec, count: int) -> Iterator[tuple[int, ...]]:
-    """Yield the indices, dim by dim, of the first `count` shards that are not empty, row-major."""
+def _first_shards(spec: Spec) -> Iterator[tuple[int, ...]]:
+    """Yield the indices, dim by dim, of the first 8 shards that are not empty, row-major."""
     sizes = [spec.shard_sizes(dim) for dim in range(spec.ndim)]
     shards = itertools.product(*(range(len(dim_sizes)) for dim_sizes in sizes))
     filled = (index for index in shards if all(s[i] for s, i in zip(sizes, index, strict=True)))
-    return itertools.islice(filled, count)
+    return itertools.islice(filled, 8)

@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from fshard.layout.mesh import Mesh
+from fshard.layout.mesh_groups import shard_coords
 from fshard.layout.spec import Spec
 from fshard.show.pictures.picture_grid import CellText, Shard, View, view_of
-from fshard.show.pictures.shard_owners import MAX_HOLDERS, holders_text, members, shard_coords
+from fshard.show.pictures.shard_owners import MAX_HOLDERS, holders_text, members
 
 MAX_VALUE_ROWS, MAX_VALUE_COLUMNS = 8, 8
 """Rows and columns of a local that are shown; of more the first ones and the last."""

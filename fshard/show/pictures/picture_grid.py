@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fshard._util.text import WIDTH
+from fshard.layout.mesh_groups import index_coords
 from fshard.layout.spec import Spec
 from fshard.show.pictures.axis_marks import coordinate_spans, shard_colour
 from fshard.show.pictures.drawing import Line, TextSpan
-from fshard.show.pictures.shard_owners import coords_texts, holders_text, index_coords
+from fshard.show.pictures.shard_owners import coords_texts, holders_text
 
 MAX_ROWS, MAX_COLUMNS, MAX_SLABS = 8, 16, 4
 

@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from fshard.layout.spec import Spec
+from fshard.program.boxes import local_box, volume
 from fshard.program.cost.traffic import step_axes
-from fshard.program.exchange_boxes import local_box, sent_elements
-from fshard.program.halo_boxes import owners_of, shard_pieces, volume, window_pieces
+from fshard.program.exchange_boxes import sent_elements
+from fshard.program.halo_boxes import owners_of, shard_pieces, window_pieces
 from fshard.program.program import Program, wire_specs
 from fshard.program.steps import (
     AllGather,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from fshard._util.text import listing, plural
 from fshard.layout.mesh import Mesh
+from fshard.layout.mesh_groups import mesh_points, shard_coords
 from fshard.layout.spec import Spec
 
 MAX_HOLDERS = 16
@@ -37,14 +38,6 @@ def _last(mesh: Mesh, fixed: Mapping[str, int]) -> int:
     return mesh.devices[_position(mesh, point)]
 
 
-def index_coords(mesh: Mesh, axes: Sequence[str], index: int) -> dict[str, int]:
-    """Return the coordinates along `axes`, major to minor, of a shard of a dim."""
-    coords: dict[str, int] = {}
-    for axis in reversed(axes):
-        index, coords[axis] = divmod(index, mesh.shape[axis])
-    return {axis: coords[axis] for axis in axes}
-
-
 def coords_text(coords: Mapping[str, int]) -> str:
     """Return coordinates as the keyword arguments of `mesh.rank`.
 
@@ -57,14 +50,6 @@ def coords_text(coords: Mapping[str, int]) -> str:
 def coords_texts(coords: Mapping[str, int]) -> tuple[str, ...]:
     """Return the coordinates, one text an axis."""
     return tuple(f"{axis}={coordinate}" for axis, coordinate in coords.items())
-
-
-def shard_coords(spec: Spec, shard: Sequence[int]) -> dict[str, int]:
-    """Return the coordinates that a shard fixes: of the axes that shard its dims."""
-    coords: dict[str, int] = {}
-    for axes, index in zip(spec.partition.dims, shard, strict=True):
-        coords |= index_coords(spec.mesh, axes, index)
-    return coords
 
 
 def holders_text(spec: Spec, shard: Sequence[int], brief: bool = False) -> str:
@@ -121,15 +106,9 @@ def replicas(spec: Spec, fixed: Mapping[str, int], name: Callable[[int], str]) -
     invariant = [axis for axis in free if axis not in p.reduced]
     return [
         [_expression(mesh, {**fixed, **outer, **inner}, kinds, name)
-         for inner in _points(mesh, reduced)]
-        for outer in _points(mesh, invariant)
+         for inner in mesh_points(mesh, reduced)]
+        for outer in mesh_points(mesh, invariant)
     ]  # fmt: skip
-
-
-def _points(mesh: Mesh, axes: Sequence[str]) -> Iterator[dict[str, int]]:
-    """Yield all coordinates along some axes."""
-    for point in itertools.product(*(range(mesh.shape[axis]) for axis in axes)):
-        yield dict(zip(axes, point, strict=True))
 
 
 def _expression(
@@ -145,7 +124,7 @@ def _expression(
     same = list(itertools.takewhile(lambda item: item[1] == kind, reversed(kinds)))[::-1]
     parts = [
         _expression(mesh, {**fixed, **point}, kinds[: -len(same)], name)
-        for point in _points(mesh, [axis for axis, _ in same])
+        for point in mesh_points(mesh, [axis for axis, _ in same])
     ]
     if len(parts) == 1:
         return parts[0]

@@ -242,21 +242,20 @@ def cdist(call: OpCall) -> Rule:
     dims = drop_broadcast(
         (trailing_dims(batch + "pk", a.ndim), trailing_dims(batch + "qk", b.ndim)), (a, b)
     )
-    return _distances(call, dims, text_dims(batch + "pq"), "k")
+    return _distances(call, dims, text_dims(batch + "pq"))
 
 
 @register_rule(aten.pdist, aten._pdist_forward)
 def pdist(call: OpCall) -> Rule:
     """Rule `1k->1` of distances between all pairs of rows of one matrix."""
-    return _distances(call, (((), ("k",)),), ((),), "k")
+    return _distances(call, (((), ("k",)),), ((),))
 
 
-def _distances(call: OpCall, dims: Sequence[Dims], result: Dims, width: str) -> Rule:
-    """Return a rule that shards `width` if the norm is a sum, or a maximum without gradients."""
+def _distances(call: OpCall, dims: Sequence[Dims], result: Dims) -> Rule:
+    """Return a rule that shards the width `k` for sums and, without gradients, for maxima."""
     power = float(call.get("p")) if call.has("p") else 2.0
     kind = {0.0: "sum", 1.0: "sum", float("inf"): "max"}.get(power)
-    present = {f for dims in dims for dim in dims for f in dim}
-    factors = tuple(f for f in width if f in present)
+    factors = ("k",) if any(("k",) in operand for operand in dims) else ()
     # Ties of a maximum on several ranks would each get the full gradient.
     grad = frozenset(factors) if kind == "max" else frozenset()
     kinds = tuple((f, kind) for f in factors) if kind else ()

@@ -17,7 +17,7 @@ from fshard.ops.core.call import OpCall
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Rule
 from fshard.ops.rules.view.view_factors import letter_dims
-from fshard.ops.strategy.local_call import Args, Kwargs, RankContext, with_local_shape
+from fshard.ops.strategy.local_call import Args, Kwargs, RankContext, WithLocalShape
 
 
 @register_rule("zeros_like", "ones_like", "full_like", "empty_like", "zero", "fill.Scalar",
@@ -69,7 +69,7 @@ def ranges(call: OpCall) -> Rule:
 @register_rule("zeros", "ones", "full", "empty.memory_format")
 def filled(call: OpCall) -> Rule:
     """Rule `->ab` of tensors of one value, or of arbitrary values."""
-    return Rule((), (dim_factors(call.result.ndim),), local=with_local_shape("size"))
+    return Rule((), (dim_factors(call.result.ndim),), local=WithLocalShape("size"))
 
 
 @register_rule("empty_strided")
@@ -124,5 +124,5 @@ def new_like(call: OpCall) -> Rule:
     x = call.operands[0]
     if x.shape == result.shape and schema_of(call.op).name != "aten::new_empty_strided":
         dims = letter_dims(x.ndim)
-        return Rule((dims,), (dims,), modes=unread_modes(0), local=with_local_shape("size"))
+        return Rule((dims,), (dims,), modes=unread_modes(0), local=WithLocalShape("size"))
     return Rule((((),) * x.ndim,), (((),) * result.ndim,), unread=frozenset({0}))

@@ -103,20 +103,20 @@ def zeros_after_first(
 # -- modes ------------------------------------------------------------------------------------
 
 
-def select_modes(*operands: int, constant: bool = False, results: int = 1) -> tuple[Mode, ...]:
+def select_modes(*operands: int, constant: bool = False) -> tuple[Mode, ...]:
     """Return modes of operands from which elements are selected, all unreduced by the same kind.
 
     With `constant` other operands are invariant: averages and extremes leave those as they are,
     sums do not.
     """
     reductions = ("avg", "max", "min") if constant else EQUAL
-    return tuple(Mode(operands, kind, (kind,) * results) for kind in reductions)
+    return tuple(Mode(operands, kind, (kind,)) for kind in reductions)
 
 
-def sum_modes(*operands: int, results: int = 1) -> tuple[Mode, ...]:
+def sum_modes(*operands: int) -> tuple[Mode, ...]:
     """Return modes of a sum of operands: all together, and averages of each alone."""
-    modes = tuple(Mode(operands, kind, (kind,) * results) for kind in ("sum", "avg"))
-    return modes + tuple(Mode((i,), "avg", ("avg",) * results) for i in operands)
+    modes = tuple(Mode(operands, kind, (kind,)) for kind in ("sum", "avg"))
+    return modes + tuple(Mode((i,), "avg", ("avg",)) for i in operands)
 
 
 def zero_fill_kind(meta: Meta) -> str:

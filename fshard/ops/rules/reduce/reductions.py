@@ -31,7 +31,7 @@ from fshard.ops.strategy.local_call import (
     LocalCall,
     LocalRewrite,
     RankContext,
-    with_local_shape,
+    WithLocalShape,
 )
 from fshard.run.transports.reduce_dtypes import neutral_like
 
@@ -260,7 +260,7 @@ def sum_to_size(call: OpCall) -> Rule:
     factors = dim_factors(x.ndim)
     result = tuple(() if d in summed else factors[d] for d in range(lead, x.ndim))
     return Rule((factors,), (result,), tuple((factors[d][0], "sum") for d in summed),
-                modes=linear_modes(0), local=with_local_shape("size"))  # fmt: skip
+                modes=linear_modes(0), local=WithLocalShape("size"))  # fmt: skip
 
 
 def quantile(call: OpCall) -> Rule:

@@ -20,7 +20,7 @@ from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Rule
 from fshard.ops.rules.shard_call import call_with
 from fshard.ops.rules.view.view_factors import factor_names, letter_dims
-from fshard.ops.strategy.local_call import Args, Kwargs, RankContext, with_local_shape
+from fshard.ops.strategy.local_call import Args, Kwargs, RankContext, WithLocalShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,5 +137,5 @@ def diagonal_scatter(call: OpCall) -> Rule:
     line = (*(factors for dim, factors in enumerate(matrix_dims) if dim not in (rows, columns)), ())
     if len(call.operands) == 1:
         return Rule((line,), (matrix_dims,), modes=all_modes(0),
-                    local=with_local_shape("input_sizes"))  # fmt: skip
+                    local=WithLocalShape("input_sizes"))  # fmt: skip
     return Rule((matrix_dims, line), (matrix_dims,), modes=all_modes(0, 1))

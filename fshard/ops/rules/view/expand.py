@@ -15,7 +15,7 @@ from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Rule
 from fshard.ops.rules.view.reshape import ReshapeCall, shape_operand_modes
 from fshard.ops.rules.view.view_factors import factor_names, letter_dims
-from fshard.ops.strategy.local_call import Args, Kwargs, RankContext, with_local_shape
+from fshard.ops.strategy.local_call import Args, Kwargs, RankContext, WithLocalShape
 
 
 @register_rule("expand", "expand_copy", "expand_as", "broadcast_to")
@@ -42,7 +42,7 @@ def broadcast_in_dim(call: OpCall) -> Rule:
         names[i] if size == result.shape[i] else ()
         for i, size in zip(result_dims, x.shape, strict=True)
     )
-    return Rule((dims,), (names,), modes=all_modes(0), local=with_local_shape("shape"))
+    return Rule((dims,), (names,), modes=all_modes(0), local=WithLocalShape("shape"))
 
 
 def _local_repeat(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> torch.Tensor:

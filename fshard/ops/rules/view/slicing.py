@@ -23,7 +23,7 @@ from fshard.ops.strategy.local_call import (
     LocalCall,
     LocalRewrite,
     RankContext,
-    with_local_shape,
+    WithLocalShape,
 )
 
 aten = torch.ops.aten
@@ -234,7 +234,7 @@ def slice_backward(call: OpCall) -> Rule:
     if grad.ndim == result.ndim and grad.shape[dim] == result.shape[dim]:
         return Rule((dims,), (dims,), modes=all_modes(0), local=_copied_gradient)
     grad_dims = others if grad.ndim == result.ndim else others[:dim] + others[dim + 1 :]
-    return Rule((grad_dims,), (others,), modes=all_modes(0), local=with_local_shape("input_sizes"))
+    return Rule((grad_dims,), (others,), modes=all_modes(0), local=WithLocalShape("input_sizes"))
 
 
 def _copied_gradient(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> torch.Tensor:
