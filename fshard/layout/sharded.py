@@ -7,9 +7,11 @@ same call through `fs.apply`.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Number
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -51,6 +53,12 @@ OF_LOCALS = (
     "stride", "is_contiguous", "data_ptr", "element_size", "untyped_storage",
 )  # fmt: skip
 """Methods of a tensor that are of its memory, device or gradient."""
+AUTOGRAD_FIXES = {
+    "torch.autograd.backward": "torch.autograd.backward(fs.unshard(pair))",
+    "torch.autograd.grad": "torch.autograd.grad(fs.unshard(loss), pair.local); or "
+                           "fs.state.value_and_grad(fn)(pair)",
+}  # fmt: skip
+"""Fixes for functions that `fs.apply` does not run."""
 
 
 class NotATensorError(ShardingError, TypeError, AttributeError):
@@ -65,7 +73,8 @@ class Sharded:
     one leaf of a tree. It is not a tensor: arithmetic, comparisons, indexing, `len`, `bool`,
     methods of tensors and functions of torch raise an error that names `fs.apply`. Pairs are equal
     and have equal hashes only if they are one object, as tensors have; `==` with a pair, a tensor
-    or a number raises. Iteration is not refused, because unpacking iterates.
+    or a number raises. Iteration is for unpacking; functions of torch that take the items of a pair
+    for tensors are refused.
 
     In the trees of `torch.func.grad` and `vjp`, gradients and cotangents have the dual layout of
     the pair that they belong to, `spec.dual`.
@@ -111,6 +120,8 @@ class Sharded:
         return self.spec.mesh
 
     def __iter__(self) -> Iterator[Any]:
+        if not torch.compiler.is_compiling():
+            _check_unpacking(self, sys._getframe(1))
         return iter((self.local, self.spec))
 
     def __repr__(self) -> str:
@@ -139,7 +150,7 @@ class Sharded:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> NoReturn:
-        name = resolve_name(function) or function.__name__
+        name = resolve_name(function) or f"{function.__module__}.{function.__name__}"
         refuse(f"torch.ops.{name}" if name.startswith("aten.") else name, args, kwargs or {})
 
     def __eq__(self, other: object) -> Any:
@@ -159,9 +170,24 @@ def refuse(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> NoRetur
         name,
         f"{name}({_call_text(args, kwargs, spec=True)})",
         f"the operands of torch functions must be tensors, and {which} is a pair (local, spec)",
-        f"fs.apply({name}, {_call_text(args, kwargs)})",
+        AUTOGRAD_FIXES.get(name, f"fs.apply({name}, {_call_text(args, kwargs)})"),
         NotATensorError,
     )
+
+
+def _check_unpacking(pair: Sharded, frame: FrameType) -> None:
+    """Raise `NotATensorError` if a function of torch iterates over a pair, as over tensors."""
+    module = str(frame.f_globals.get("__name__", ""))
+    if module.partition(".")[0] == "torch":
+        function = frame.f_code.co_qualname.partition(".<locals>")[0]
+        fail(
+            f"{module}.{function}",
+            f"a pair {pair.spec} as an iterable of tensors",
+            f"the operands of torch functions must be tensors, and {pair.spec} is a pair "
+            "(local, spec)",
+            "fs.unshard(pair), which is differentiable; or the tensors of pair.local",
+            NotATensorError,
+        )
 
 
 def _fail(call: str, pair: Sharded, fix: str) -> NoReturn:

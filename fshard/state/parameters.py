@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 
 from fshard._torch.fake_tensors import FakeTensorMode
+from fshard._torch.init_functions import patched_dirac
 from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import Problem, ShardingError, did_you_mean, fail, raise_if
 from fshard.layout.mesh import Mesh, as_mesh
@@ -31,6 +32,7 @@ from fshard.layout.tree import (
 )
 from fshard.partition.partition import partition
 from fshard.plan.redistribute import redistribute
+from fshard.random.keys import key_problems
 from fshard.run.execute import check_local, check_shards
 from fshard.run.global_tensors import shard, unshard
 from fshard.run.transports.base import Transport, current_transport
@@ -94,6 +96,9 @@ def matched_partitions(
     matched: list[PartitionSpec | None] = []
     for name, leaf in zip(names, leaves, strict=True):
         shape = tuple(getattr(leaf, "shape", ()))
+        if isinstance(leaf, torch.nn.Module):
+            fail(where, f"a {type(leaf).__name__} as a leaf", "the tree must be of tensors",
+                 "dict(module.named_parameters())")  # fmt: skip
         index = next((i for i, pattern in enumerate(patterns) if pattern.fullmatch(name)), None)
         if index is None:
             if shape:
@@ -176,8 +181,8 @@ def init(
     The function is traced and partitioned: its draws of `fs.random` create the shards of each rank
     alone, so that a model larger than the memory of one rank is initialised, with the same values
     on every layout. A `torch.nn.Module` that it constructs within `fs.random.keyed(key)` draws its
-    initial parameters so. Two functions of `torch.nn.init`, `orthogonal_` and `dirac_`, compute the
-    global tensor on every rank, which keeps its shard.
+    initial parameters so. `torch.nn.init.orthogonal_` alone computes the global tensor on every
+    rank, which keeps its shard.
 
     Args:
         fn: function of the key, and of `args`, to a pytree of tensors.
@@ -203,6 +208,7 @@ def init(
     (f32[8@x,4], torch.Size([4]))
     """
     where = "fs.state.init"
+    raise_if(where, key_problems(key))
     if mesh is None:
         meshes = {spec.mesh for spec in flatten(specs)[0] if isinstance(spec, Spec)}
         if len(meshes) != 1:
@@ -214,7 +220,7 @@ def init(
         specs = match_rules(specs, shapes_of(fn, key, *args), mesh=mesh)
     part = partition(fn, mesh=mesh, in_specs=PartitionSpec(), out_specs=specs)
     key_pair = shard(key, mesh, PartitionSpec())
-    with torch.no_grad():
+    with torch.no_grad(), patched_dirac():
         return part(key_pair, *args)
 
 

@@ -182,6 +182,35 @@ def test_tensor_and_pair_together_are_refused(name: str) -> None:
         assert torch.allclose(fs.unshard(eval(fix_of(use, square), scope)), use(other.T))
 
 
+ITERATIONS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "GradScaler": (torch.amp.GradScaler("cpu").scale, "torch.amp.grad_scaler.GradScaler.scale"),
+    "optimizer": (lambda x: torch.optim.SGD(x, lr=0.1), "torch.optim.optimizer.Optimizer"),
+    "clipping": (lambda x: torch.nn.utils.clip_grad_norm_(x, 1.0), "clip_grad_norm_"),
+}
+
+
+@pytest.mark.parametrize("name", ITERATIONS)
+def test_functions_of_torch_do_not_iterate_over_a_pair(name: str) -> None:
+    """Before, `GradScaler.scale(pair)` returned a lazy `map` object."""
+    use, where = ITERATIONS[name]
+    text = error_of(use, REAL)
+    assert where in text
+    assert "fix:   fs.unshard(pair), which is differentiable; or the tensors of pair.local" in text
+    assert [*map(type, [*zip(REAL, REAL, strict=True)])] == [tuple, tuple]
+
+
+def test_gradients_of_a_pair_name_calls_that_work() -> None:
+    pair = fs.shard(torch.ones(4, 2, requires_grad=True), MESH, P("x"))
+    loss = fs.apply(torch.sum, pair, mode="auto")
+    scope = {"fs": fs, "torch": torch, "pair": pair, "loss": loss}
+    first, _, second = fix_of(lambda x: torch.autograd.grad(x, [pair]), loss).partition("; or ")
+    assert [x.tolist() for x in eval(first, scope)] == [[[1.0] * 2] * 2] * 4
+    fn = lambda x: fs.apply(torch.sum, x, mode="auto")  # noqa: E731
+    _, grads = eval(second, scope | {"fn": fn})
+    assert torch.equal(fs.unshard(grads), torch.ones(4, 2))
+    eval(fix_of(torch.autograd.backward, loss), {**scope, "pair": loss})
+
+
 @pytest.mark.parametrize(
     ("use", "fix"),
     [

@@ -142,6 +142,24 @@ def test_functions_of_torch_fill_shards_alone(name: str) -> None:
             assert largest.numel == max(spec.local_shape(0)[0] * spec.local_shape(0)[1], 2)
 
 
+@pytest.mark.parametrize("shape", [(8, 8, 3), (8, 2, 5), (4, 6, 3, 2), (6, 5, 1, 2, 3)], ids=str)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_dirac_creates_shards_alone(shape: tuple[int, ...], groups: int) -> None:
+    expected = init.dirac_(torch.empty(shape), groups)
+
+    def create(key: torch.Tensor) -> torch.Tensor:
+        return init.dirac_(torch.empty(shape), groups)
+
+    for mesh, p in ((MESHES[2], P("x")), (MESHES[1], P("x", "y")), (MESHES[3], P(None, "x"))):
+        spec = fs.Spec(mesh, p, shape=shape, uneven="chunk")
+        with LargestTensor() as largest:
+            pair = fs.state.init(create, KEY, spec)
+        assert torch.equal(fs.unshard(pair), expected)
+        assert largest.numel == max(math.prod(spec.local_shape(0)), 2)
+    with pytest.raises(fs.ShardingError, match="dim 0 must be divisible by groups"):
+        fs.state.init(lambda key: init.dirac_(torch.empty(5, 2, 3), 2), KEY, spec)
+
+
 def test_trunc_normal_of_torch_is_itself_outside_of_keyed_blocks() -> None:
     def draw() -> torch.Tensor:
         torch.manual_seed(0)

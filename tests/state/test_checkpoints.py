@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 import fshard as fs
 from fshard import Mesh, P, Spec
 from fshard.layout.tree import flatten
-from fshard.state.checkpoints import shard_reader
+from fshard.state.checkpoints import saving, shard_reader
 from fshard.state.checkpoints.checkpoint_index import CheckpointIndex, index_checksum
 from fshard.state.checkpoints.shard_reader import ShardReader
 from tests.helpers.gloo.harness import run_ranks
@@ -247,11 +247,35 @@ def test_an_asynchronous_save_has_the_values_of_its_call(tmp_path: Path) -> None
     assert same(fs.state.load(tmp_path), expected)
 
 
+def test_saves_to_one_directory_run_one_after_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, the end of one removed the files of another, whose index then named none."""
+    original, second_ended = saving.write_file, Event()
+
+    def write(path: Path, tensors: Any, advance: Any) -> Any:
+        is_first = bool(tensors["x"].any())
+        if is_first:
+            second_ended.wait(0.2)
+        result = original(path, tensors, advance)
+        if not is_first:
+            second_ended.set()
+        return result
+
+    monkeypatch.setattr(saving, "write_file", write)
+    savings = [
+        fs.state.save(tmp_path, {"x": x}, async_op=True) for x in (torch.ones(4), torch.zeros(4))
+    ]
+    assert repr(savings[1]).endswith("of 16 B, under way")
+    for item in savings:
+        item.wait()
+    assert repr(savings[1]) == f"Saving({str(tmp_path)!r}), 16 of 16 B, done"
+    assert fs.state.load(tmp_path)["x"].tolist() == [0, 0, 0, 0]
+
+
 @contextmanager
 def written_late() -> Iterator[Callable[[], None]]:
     """Hold the writing of files back until the result is called."""
-    from fshard.state.checkpoints import saving
-
     original, event = saving.write_file, Event()
 
     def write(*args: Any) -> Any:
@@ -296,7 +320,6 @@ def fail_on_rank(directory: str) -> str:
     fs.init(Mesh(x=2))
     fs.state.save(directory, {"x": pair()})
     rank = torch.distributed.get_rank()
-    from fshard.state.checkpoints import saving
 
     def broken(*_: Any) -> int:
         raise OSError("disk full")
@@ -317,6 +340,28 @@ def test_failure_of_one_rank_is_every_ranks_and_keeps_the_old_checkpoint(tmp_pat
     texts = run_ranks(2, fail_on_rank, str(tmp_path))
     assert all("disk full" in text for text in texts)
     assert fs.state.load(tmp_path)["x"].tolist() == [1, 1, 1, 1]
+
+
+def save_often_on_rank(directory: str, file: str) -> str:
+    """Save without waiting, a tensor that the first rank alone writes; then to a file's path."""
+    fs.init(Mesh(x=2))
+    savings = [
+        fs.state.save(directory, {"x": torch.full((2,), float(i))}, async_op=True, timeout=10)
+        for i in range(8)
+    ]
+    for item in savings:
+        item.wait()
+    with pytest.raises(fs.ShardingError) as error:
+        fs.state.save(file, {"x": torch.ones(2)}, timeout=10)
+    return str(error.value)
+
+
+def test_ranks_save_often_and_no_rank_waits_for_another_that_failed(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    arguments = str(tmp_path / "saved"), str(tmp_path / "file")
+    for text in run_ranks(2, save_often_on_rank, *arguments, timeout=30):
+        assert "rank 0 must be able to create and write the directory" in text
+    assert fs.state.load(tmp_path / "saved")["x"].tolist() == [7, 7]
 
 
 # -- crashes ---------------------------------------------------------------------------------
@@ -436,6 +481,9 @@ BAD_SAVES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "dtype": (
         lambda d: fs.state.save(d, {"w": torch.empty(2, dtype=torch.float8_e5m2fnuz)}),
         "w: a tensor of torch.float8_e5m2fnuz"),
+    "sparse": (lambda d: fs.state.save(d, {"w": torch.eye(2).to_sparse()}), r"w\.to_dense\(\)"),
+    "meta": (lambda d: fs.state.save(d, [torch.empty(2, device="meta")]), "must have values"),
+    "module": (lambda d: fs.state.save(d, torch.nn.Linear(2, 2)), r"module\.state_dict\(\)"),
     "simulated rank": (
         lambda d: fs.simulate(Mesh(x=2), lambda: fs.state.save(d, [torch.ones(2)])),
         r"outside of fs\.simulate"),

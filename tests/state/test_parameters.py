@@ -194,6 +194,18 @@ def test_gradients_of_trees_are_those_of_one_device() -> None:
 
 
 BAD_TREES: dict[str, tuple[Callable[[], Any], str]] = {
+    "rules of a module": (
+        lambda: fs.state.match_rules([(".*", P())], torch.nn.Linear(2, 2)),
+        r"dict\(module\.named_parameters\(\)\)",
+    ),
+    "result that is a module": (
+        lambda: fs.state.init(lambda key: torch.nn.Linear(2, 2), fs.random.key(0), P(), mesh=MESH),
+        r"a result of .*Linear(.|\n)*dict\(module\.named_parameters\(\)\)",
+    ),
+    "seed in the place of a key": (
+        lambda: fs.state.init(lambda key: key, 0, P(), mesh=MESH),
+        r"fs\.random\.key\(0\)",
+    ),
     "P without a mesh": (
         lambda: fs.state.tree_shard({"w": torch.ones(2)}, P()),
         "the mesh of every",

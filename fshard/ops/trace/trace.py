@@ -72,6 +72,8 @@ from fshard.ops.trace.source_places import recorded_places
 from fshard.run.transports.base import TRACE_DEPTH
 from fshard.run.transports.divergence_report import raise_line, user_line
 
+FOREIGN_RESULT = "argument of type: "
+"""Begin of the error of `torch.fx` for a result that a graph cannot have."""
 _TRACE_LOCK = threading.RLock()
 """Tracing patches PyTorch for all threads; a function that is traced may trace others."""
 
@@ -278,6 +280,11 @@ def _refuse(where: str, error: Exception) -> NoReturn:
              f"{sized_call(error.func)}; or fs.shard_map within the function, whose body runs on "
              "locals; fs.apply(op, pair, mode=\"auto\") runs one on unsharded values",
              ValueDependentShapeError)  # fmt: skip
+    elif isinstance(error, NotImplementedError) and str(error).startswith(FOREIGN_RESULT):
+        fail(place, f"a result of {str(error).removeprefix(FOREIGN_RESULT)}",
+             "results must be tensors, numbers and strings, in containers that are pytrees",
+             "dict(module.named_parameters()) of a module; torch.export.register_dataclass(cls) of "
+             "a class")  # fmt: skip
     else:
         fail(place, cause, "the function is traced once on tensors of the global shapes",
              "check that it runs on global tensors, and calls no numpy() on them")  # fmt: skip

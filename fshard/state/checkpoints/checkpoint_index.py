@@ -201,9 +201,10 @@ def _tree_of(node: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> An
 def check_names(where: str, tree: Any, names: Sequence[str], leaves: Sequence[Any]) -> None:
     """Raise `ShardingError` for leaves that a checkpoint cannot have, and names that repeat."""
     problems = [
-        Problem(f"{name}: a {type(leaf).__name__}",
+        Problem(f"{name or 'a tree'}: a {type(leaf).__name__}",
                 "a leaf must be a tensor, a pair, a number, a string, a bool or None",
-                f"leave it out, or save {name} as one of these")
+                "module.state_dict() of a module" if isinstance(leaf, torch.nn.Module)
+                else f"leave it out, or save {name or 'it'} as one of these")
         for name, leaf in zip(names, leaves, strict=True)
         if not isinstance(leaf, (torch.Tensor, *JSON_TYPES)) and not hasattr(leaf, "spec")
     ]  # fmt: skip

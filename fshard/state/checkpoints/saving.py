@@ -3,12 +3,13 @@
 The files of a save have names of their own. Rank 0 replaces `index.json` when all of them are on
 the disk, and then removes files that no index names: a crash at any moment leaves the old
 checkpoint or the new one. Ranks meet in the directory, not by collectives, so that a save may run
-while the next step does.
+while the next step does. Saves to one directory run one after another.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -63,7 +65,8 @@ def save(
         directory: the directory, which all ranks see; it is created.
         tree: pytree of pairs, of tensors that are equal on every rank, and of numbers, strings,
             bools and None. Dicts have strings as keys.
-        async_op: return when the tensors are copied, and write them in the background.
+        async_op: return when the tensors are copied, and write them in the background, after
+            earlier saves to the directory.
         progress: show a bar of the bytes that the first rank writes, in a terminal.
         timeout: seconds that ranks wait for each other's files.
 
@@ -71,8 +74,9 @@ def save(
         A `Saving`; its `wait()` returns when the checkpoint is complete.
 
     Raises:
-        ShardingError: a leaf cannot be saved, a pair is unreduced or not of its spec, a rank failed
-            or did not end within the timeout, or the package safetensors is missing.
+        ShardingError: a leaf cannot be saved, a pair is unreduced or not of its spec, the directory
+            cannot be created or written, a rank failed or did not end within the timeout, or the
+            package safetensors is missing.
 
     >>> import tempfile
     >>> import fshard as fs
@@ -91,7 +95,7 @@ def save(
         fail(WHERE, "a simulated rank", "ranks that save must be processes, or not be in a body",
              "save the pairs outside of fs.simulate and fs.shard_map")  # fmt: skip
     check_reduced(WHERE, names, leaves)
-    _check_dtypes(names, leaves)
+    _check_tensors(names, leaves)
     plan = SavePlan.of(leaves, getattr(transport, "all_ranks", None))
     own = plan.ranks if transport is None else (transport.rank,)
     root = Path(directory)
@@ -103,7 +107,8 @@ def save(
         )) if index in plan.boxes else leaf
         for index, (name, leaf) in enumerate(zip(names, leaves, strict=True))
     ]  # fmt: skip
-    writer = _Writer(root, save_id, plan, plain_containers(tree, stored), timeout)
+    reporters = plan.writers if transport is None else plan.ranks
+    writer = _Writer(root, save_id, plan, reporters, plain_containers(tree, stored), timeout)
     tensors = {
         rank: {
             _key(names[index], offsets): as_stored(local, copy=async_op)
@@ -114,15 +119,26 @@ def save(
     return Saving(writer, tensors, async_op, progress)
 
 
-def _check_dtypes(names: Sequence[str], leaves: Sequence[Any]) -> None:
-    """Raise `ShardingError` for tensors of a dtype that the format lacks."""
-    raise_if(WHERE, [
-        Problem(f"{name}: a tensor of {leaf.dtype}", "the dtype must be one of safetensors",
-                f"another dtype for {name}, or fs.interop.save_dcp")
-        for name, leaf in zip(names, leaves, strict=True)
-        if isinstance(leaf, torch.Tensor | Sharded)
-        and leaf.dtype != torch.complex128 and leaf.dtype not in NAMES
-    ])  # fmt: skip
+def _check_tensors(names: Sequence[str], leaves: Sequence[Any]) -> None:
+    """Raise `ShardingError` for tensors that the format lacks: sparse, on meta, of other dtypes."""
+    problems = []
+    for name, leaf in zip(names, leaves, strict=True):
+        if not isinstance(leaf, torch.Tensor | Sharded):
+            continue
+        x = leaf.local if isinstance(leaf, Sharded) else leaf
+        x = x if isinstance(x, torch.Tensor) else x[0]
+        if leaf.dtype != torch.complex128 and leaf.dtype not in NAMES:
+            problems.append(Problem(
+                f"{name}: a tensor of {leaf.dtype}", "the dtype must be one of safetensors",
+                f"another dtype for {name}, or fs.interop.save_dcp"))  # fmt: skip
+        elif x.layout != torch.strided:
+            problems.append(Problem(f"{name}: a tensor of {x.layout}", "a tensor must be dense",
+                                    f"{name}.to_dense()"))  # fmt: skip
+        elif x.is_meta:
+            problems.append(Problem(f"{name}: a tensor on the meta device",
+                                    "a tensor must have values",
+                                    "fs.state.init(fn, key, specs) creates them"))  # fmt: skip
+    raise_if(WHERE, problems)
 
 
 def _file(save_id: str, rank: int) -> str:
@@ -136,13 +152,26 @@ def _key(name: str, offsets: Sequence[int]) -> str:
 
 
 def _agree_on_id(root: Path, ranks: Sequence[int], rank: int | None) -> str:
-    """Create the directory, and return a text that no other save has, equal on every rank."""
-    token = secrets.randbits(48)
+    """Create the directory, and return a text that no other save has, equal on every rank.
+
+    Raises:
+        ShardingError: on every rank, if the first one cannot create or write the directory.
+    """
+    token, reason = secrets.randbits(48), ""
     if rank is None or rank == ranks[0]:
-        root.mkdir(parents=True, exist_ok=True)
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            if not os.access(root, os.W_OK):
+                raise PermissionError("it cannot be written")
+        except OSError as error:
+            token, reason = -1, f": {error}"
     if rank is not None and len(ranks) > 1:
         mesh = Mesh({"ranks": len(ranks)}, devices=ranks)
         token = int(pbroadcast(torch.tensor(token), "ranks", 0, mesh=mesh))
+    if token < 0:
+        fail(WHERE, f"the directory {root}{reason}",
+             f"rank {ranks[0]} must be able to create and write the directory",
+             "the path of another directory, or other permissions")  # fmt: skip
     return f"{token:012x}"
 
 
@@ -154,12 +183,14 @@ class _Writer:
     """Writes the files of some ranks and, as the first rank, the index.
 
     Attributes:
+        reporters: ranks that report: all processes, so that none is left behind at an older save.
         tree: the tree with a `StoredTensor` for every tensor, without checksums.
     """
 
     root: Path
     save_id: str
     plan: SavePlan
+    reporters: Sequence[int]
     tree: Any
     timeout: float
 
@@ -168,8 +199,10 @@ class _Writer:
     ) -> None:
         """Write the file of one rank and a report of it; the report of a failure, if it fails."""
         try:
-            path = self.root / _file(self.save_id, rank)
-            size, checksums = write_file(path, tensors, advance)
+            size, checksums = 0, dict[str, int]()
+            if rank in self.plan.writers:
+                path = self.root / _file(self.save_id, rank)
+                size, checksums = write_file(path, tensors, advance)
             self._report(rank, {"bytes": size, "crc32": checksums})
         except BaseException as error:
             with suppress(OSError):
@@ -183,8 +216,8 @@ class _Writer:
         return self.root / f"{self.save_id}-{rank:05d}.json"
 
     def publish(self) -> None:
-        """Wait for the reports of all ranks, replace the index, and remove unused files."""
-        reports = {rank: self._await(rank) for rank in self.plan.writers}
+        """Wait for the reports of all ranks, replace the index, and remove files unused before."""
+        reports = {rank: self._await(rank) for rank in self.reporters}
         checksums = {
             (_file(self.save_id, rank), key): crc32
             for rank, report in reports.items()
@@ -198,11 +231,14 @@ class _Writer:
             )) if isinstance(leaf, StoredTensor) else leaf
             for leaf in leaves
         ]  # fmt: skip
-        files = {_file(self.save_id, rank): report["bytes"] for rank, report in reports.items()}
+        files = {_file(self.save_id, rank): reports[rank]["bytes"] for rank in self.plan.writers}
         index = CheckpointIndex(treedef.unflatten(leaves), files, self.save_id)
         sync_directory(self.root)
+        unused = self._unused()  # before the index: other ranks then begin the next save
         write_text(self.root / INDEX, index.to_json())
-        self._remove_unused()
+        for path in unused:
+            with suppress(OSError):
+                path.unlink()
 
     def await_index(self) -> None:
         """Wait until the first rank has replaced the index."""
@@ -243,8 +279,9 @@ class _Writer:
             )
         return report
 
-    def _remove_unused(self) -> None:
-        """Remove the files of other saves, and those of this one that its index does not name."""
+    def _unused(self) -> list[Path]:
+        """Return the files of other saves, and those of this one that its index does not name."""
+        unused = []
         for path in self.root.iterdir():
             name = path.name
             prefix, dash, rest = name.partition("-")
@@ -252,8 +289,8 @@ class _Writer:
             named = prefix == self.save_id and name.endswith(SUFFIX)
             unfinished = name.startswith(INDEX) and name.endswith(".tmp")
             if unfinished or (ours and not named):
-                with suppress(OSError):
-                    path.unlink()
+                unused.append(path)
+        return unused
 
 
 @Hook
@@ -293,6 +330,8 @@ class Saving:
         self._error: BaseException | None = None
         self.nbytes = sum(x.nbytes for part in tensors.values() for x in part.values())
         self.written = 0
+        root = writer.root.resolve()
+        self._earlier, _LATEST[root] = _LATEST.get(root), self
         self._thread = Thread(target=self._run, name="fshard-save")
         if async_op:
             self._thread.start()
@@ -300,7 +339,14 @@ class Saving:
             self._run()
             self.wait()
 
+    def __repr__(self) -> str:
+        state = "failed" if self._error else "done" if self.is_done else "under way"
+        return f"Saving({str(self._writer.root)!r}), {self.written:,} of {self.nbytes:,} B, {state}"
+
     def _run(self) -> None:
+        if self._earlier is not None:
+            self._earlier.join()
+            self._earlier = None
         is_first = self._writer.plan.ranks[0] in self._tensors
         shown = self._progress and is_first
         try:
@@ -319,7 +365,7 @@ class Saving:
             show(count)
 
         for rank, tensors in self._tensors.items():
-            if rank in self._writer.plan.writers:
+            if rank in self._writer.reporters:
                 self._writer.write(rank, tensors, advance)
         if is_first:
             self._writer.publish()
@@ -337,10 +383,18 @@ class Saving:
         Raises:
             ShardingError: a rank failed; the old checkpoint is unchanged.
         """
-        if self._thread.ident is not None:
-            self._thread.join()
+        self.join()
         if self._error is not None:
             raise self._error
+
+    def join(self) -> None:
+        """Return when nothing is left to write, also if that failed."""
+        if self._thread.ident is not None:
+            self._thread.join()
+
+
+_LATEST: WeakValueDictionary[Path, Saving] = WeakValueDictionary()
+"""The last save to each directory; one that is under way lives by its thread."""
 
 
 def _nothing(count: int) -> None:
