@@ -68,7 +68,7 @@ from fshard.spmd.collectives.ragged_all_to_all import ragged_all_to_all
 from fshard.spmd.collectives.start import start
 from fshard.spmd.shard_map import local_map, shard_map
 from fshard.spmd.smap import smap
-from fshard.spmd.tracking.tracker import typeof
+from fshard.spmd.tracking.typed_body import typeof
 from fshard.spmd.types import LocalType
 from fshard.state.factories import (
     arange,

@@ -5,6 +5,7 @@ PyTorch's own decorators for this import the compiler, which takes a second.
 
 from __future__ import annotations
 
+import importlib
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -109,30 +110,56 @@ def one_node(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _STANCES: list[Any] = []
-"""Stances of the compiler before the blocks of `without_compiler` that run now."""
+"""One entry for each running block of `without_compiler`, first the stance before, once known."""
 _STANCE_LOCK = threading.Lock()
 
 
 @contextmanager
 def without_compiler() -> Iterator[None]:
     """Run compiled functions, and the branches of `torch.cond`, uncompiled in all threads."""
-    eval_frame: Any = sys.modules.get("torch._dynamo.eval_frame")
-    if eval_frame is None:  # nothing is compiled yet
-        yield
-        return
     with _STANCE_LOCK:
-        _STANCES.append(eval_frame._stance)
-        eval_frame._stance = eval_frame.DynamoStance("force_eager")
-        if not torch.compiler.is_compiling():
-            vars(_COND)["cond_op"] = _branch
+        _STANCES.append(None)
+        _disable_compiler()
     try:
         yield
     finally:
         with _STANCE_LOCK:  # blocks of several threads end in any order: the last one restores
-            first = _STANCES[0]
+            if len(_STANCES) == 1:
+                _enable_compiler(_STANCES[0])
             _STANCES.pop()
-            if not _STANCES:
-                eval_frame._stance, vars(_COND)["cond_op"] = first, _COND_OP
+
+
+def _disable_compiler() -> None:
+    """Set the stance of a compiler that is imported, else that of the one that is imported next."""
+    eval_frame: Any = sys.modules.get("torch._dynamo.eval_frame")
+    if eval_frame is None:  # nothing is compiled yet
+        vars(torch)["compile"] = _compile_first
+        return
+    _STANCES[0] = _STANCES[0] or eval_frame._stance
+    eval_frame._stance = eval_frame.DynamoStance("force_eager")
+    if not torch.compiler.is_compiling():
+        vars(_COND)["cond_op"] = _branch
+
+
+def _enable_compiler(stance: Any) -> None:
+    """Restore what `_disable_compiler` has changed."""
+    vars(torch)["compile"] = _COMPILE
+    if stance is not None:
+        sys.modules["torch._dynamo.eval_frame"]._stance = stance  # type: ignore[attr-defined]
+        vars(_COND)["cond_op"] = _COND_OP
+
+
+_COMPILE = torch.compile
+
+
+def _compile_first(*args: Any, **kwargs: Any) -> Any:
+    """Run the first `torch.compile` of a process, which imports the compiler, and disable it."""
+    vars(torch)["compile"] = _COMPILE
+    importlib.import_module("torch._dynamo.eval_frame")
+    with _STANCE_LOCK:
+        if _STANCES:
+            _disable_compiler()
+    return _COMPILE(*args, **kwargs)
 
 
 _COND = sys.modules["torch._higher_order_ops.cond"]

@@ -25,6 +25,7 @@ from torch.autograd.function import _SingleLevelFunction
 
 from fshard._torch.fake_tensors import is_recording_below_autograd, recording_differentiably
 from fshard._torch.legacy_vmap import is_legacy_batched
+from fshard._torch.modes import DisableTorchFunction
 from fshard._util.errors import fail
 
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
@@ -251,7 +252,19 @@ def _repeated(x: torch.Tensor, size: int, level: int) -> torch.Tensor:
 
 def has_tangent(x: torch.Tensor) -> bool:
     """Return True for a tensor with a tangent of the innermost level of forward mode."""
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+    return tangent_of(x) is not None
+
+
+def tangent_of(x: torch.Tensor) -> torch.Tensor | None:
+    """Return the tangent of a tensor at the innermost level of forward mode, None without one.
+
+    It is the tensor that a `jvp` of a custom function gets, as long as `x` has it.
+    """
+    if forward_ad._current_level < 0:
+        return None
+    with DisableTorchFunction():
+        tangent: torch.Tensor | None = forward_ad.unpack_dual(x).tangent
+    return tangent
 
 
 def make_duals(ys: Sequence[Any], tangents: Sequence[Any]) -> Any:

@@ -21,18 +21,20 @@ from fshard._torch.functorch import (
     is_foreign,
     is_transformed,
     is_wrapped,
+    tangent_of,
+    transforms_active,
     unwrap_if_dead,
 )
 from fshard._torch.memory import sparse_values, storage_id
 from fshard._torch.modes import DisableTorchFunction
-from fshard._util.errors import Problem, fail, raise_if
+from fshard._util.errors import Problem, raise_if
 from fshard.layout.mesh import Mesh
 from fshard.layout.tree import flatten, unflatten
 from fshard.run.autograd.linear_function import ProgramGroup
 from fshard.run.graphs.blocks import block_shape
 from fshard.run.transports.divergence_report import user_frame, user_line
-from fshard.spmd.axis_env import current_axes, current_tracker
-from fshard.spmd.closure_inputs import refuse_closure, replaced_closures
+from fshard.spmd.axis_env import current_axes
+from fshard.spmd.closure_inputs import refuse_closure
 from fshard.spmd.collectives.collective_plan import CollectivePlan
 from fshard.spmd.collectives.pcast import cast_by, cast_program
 from fshard.spmd.tracking.control_casts import AgreedAxes, EnterControl, LeaveControl
@@ -137,12 +139,24 @@ class Tracker:
             elif record.states is not states:
                 record.states, record.casts = states, None
             if is_transformed():
-                inner = _inner(result)
-                if inner is not None:
-                    self.record(inner, states)
+                self._record_within(result, states)
         elif isinstance(result, tuple | list):
             for item in result:
                 self.record(item, states)
+
+    def _record_within(self, x: torch.Tensor, states: States) -> None:
+        """Record the tensor that a wrapper of `torch.func` wraps, and the tangent of another one.
+
+        The `jvp` of a custom function gets that tangent. Without a gradient it needs no cast, and
+        one that is known may be a value of the body.
+        """
+        inner = _inner(x)
+        if inner is not None:
+            self.record(inner, states)
+        elif not transforms_active():
+            tangent = tangent_of(x)
+            if tangent is not None and (tangent.requires_grad or id(tangent) not in self.table):
+                self.record(tangent, states)
 
     def _infer_states(self, x: torch.Tensor) -> States:
         """Infer the states of a tensor that no tracked call returned, and record them.
@@ -414,46 +428,6 @@ class Tracker:
                 yield
         finally:
             self.paused = before
-
-
-def typeof(x: torch.Tensor, /) -> LocalType:
-    """Return the type of a tensor in a running `shard_map`: shape, dtype, and states.
-
-    Args:
-        x: A tensor of the body.
-
-    Returns:
-        A `LocalType`; `str` gives, for instance, `f32[2,16]{varying: dp}`. For even shards it is
-        equal on every rank, and may be returned with the out spec None.
-
-    Raises:
-        ShardingError: If no types are tracked (outside of a `shard_map`, or with `check=False`),
-            or `x` is not a tensor.
-
-    As `jax.typeof` under `check_vma=True`.
-
-    >>> import torch
-    >>> import fshard as fs
-    >>> @fs.shard_map(mesh=fs.Mesh(i=2), in_specs=fs.P("i"), out_specs=None)
-    ... def types(x):
-    ...     return fs.typeof(x), fs.typeof(fs.psum(x, "i"))
-    >>> types(torch.ones(4))
-    (f32[2]{varying: i}, f32[2])
-    """
-    tracker = current_tracker()
-    if tracker is None:
-        fail(
-            "fs.typeof",
-            "a call where no types are tracked",
-            "fs.typeof must be called in the body of a shard_map with check=True",
-            "fs.shard_map(..., check=True)",
-        )
-    x = replaced_closures(x)
-    if not isinstance(x, torch.Tensor):
-        fail("fs.typeof", f"a {type(x).__name__}", "x must be a tensor",
-             "torch.as_tensor(x)")  # fmt: skip
-    local_type: LocalType = tracker.typeof(x)
-    return local_type
 
 
 _VALUES: dict[torch.layout, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -30,7 +30,7 @@ from fshard.spmd.tracking.out_spec_check import (
     check_values,
 )
 from fshard.spmd.tracking.tracker import Tracker
-from fshard.spmd.types import INVARIANT, States, states_of
+from fshard.spmd.types import INVARIANT, LocalType, States, states_of
 
 NO_OP = nullcontext()
 
@@ -151,6 +151,46 @@ def set_result_types(
     for y, result in zip(ys, results, strict=True):
         if isinstance(result, torch.Tensor):
             tracker.record(result, tracker.states(y).updated(scope.axes, None))
+
+
+def typeof(x: torch.Tensor, /) -> LocalType:
+    """Return the type of a tensor in a running `shard_map`: shape, dtype, and states.
+
+    Args:
+        x: A tensor of the body.
+
+    Returns:
+        A `LocalType`; `str` gives, for instance, `f32[2,16]{varying: dp}`. For even shards it is
+        equal on every rank, and may be returned with the out spec None.
+
+    Raises:
+        ShardingError: If no types are tracked (outside of a `shard_map`, or with `check=False`),
+            or `x` is not a tensor.
+
+    As `jax.typeof` under `check_vma=True`.
+
+    >>> import torch
+    >>> import fshard as fs
+    >>> @fs.shard_map(mesh=fs.Mesh(i=2), in_specs=fs.P("i"), out_specs=None)
+    ... def types(x):
+    ...     return fs.typeof(x), fs.typeof(fs.psum(x, "i"))
+    >>> types(torch.ones(4))
+    (f32[2]{varying: i}, f32[2])
+    """
+    tracker = current_tracker()
+    if tracker is None:
+        fail(
+            "fs.typeof",
+            "a call where no types are tracked",
+            "fs.typeof must be called in the body of a shard_map with check=True",
+            "fs.shard_map(..., check=True)",
+        )
+    x = replaced_closures(x)
+    if not isinstance(x, torch.Tensor):
+        fail("fs.typeof", f"a {type(x).__name__}", "x must be a tensor",
+             "torch.as_tensor(x)")  # fmt: skip
+    local_type: LocalType = tracker.typeof(x)
+    return local_type
 
 
 @run_typed_hook.set

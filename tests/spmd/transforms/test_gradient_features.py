@@ -272,11 +272,37 @@ WITH_BATCHES: dict[str, Callable[[Any, Tensor], Any]] = {
 }
 
 
+def tangent_of_gradient(f: Any, x: Tensor) -> Any:
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x.clone().requires_grad_(), x.cos())
+        gradient = torch.autograd.grad(f(dual).square().sum(), dual, create_graph=True)[0]
+        return forward_ad.unpack_dual(gradient)
+
+
+def gradient_of_tangent(f: Any, x: Tensor) -> Any:
+    leaves = x.clone().requires_grad_(), x.cos().requires_grad_()
+    with forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(f(f(forward_ad.make_dual(*leaves)))).tangent
+        return torch.autograd.grad(tangent.sin().sum(), leaves)
+
+
+def gradient_of_tangent_of_gradient(f: Any, x: Tensor) -> Any:
+    leaf = x.clone().requires_grad_()
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(leaf, x.cos())
+        gradient = torch.autograd.grad(f(dual).sum(), dual, create_graph=True)[0]
+        tangent = forward_ad.unpack_dual(gradient).tangent
+        return torch.autograd.grad(tangent.square().sum(), leaf)
+
+
+IN_DUAL_LEVEL = (tangent_of_gradient, gradient_of_tangent, gradient_of_tangent_of_gradient)
+
+
 @pytest.mark.parametrize("name", CUSTOM)
 def test_custom_functions_have_derivatives_of_several_levels(name: str) -> None:
     fn = CUSTOM[name]
     part = fs.partition(fn, mesh=MESH, in_specs=P("x"))
-    for run in (*NESTED.values(), *WITH_BATCHES.values()):
+    for run in (*NESTED.values(), *WITH_BATCHES.values(), *IN_DUAL_LEVEL):
         reference = run(fn, X)
         for f in (part, rowwise(fn), rowwise(fn, False)):
             close(run(f, X), reference)
