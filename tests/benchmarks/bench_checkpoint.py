@@ -5,7 +5,8 @@ saves and loads a state of matrices by `fs.state`, `torch.save` and `torch.distr
 in turn, and prints the best bandwidths, and the median over the rounds of the time beside that of
 `torch.save, synced` or `torch.load`, with quartiles. `fs.state` and `dcp` write to the disk,
 `torch.save` to the cache of the OS, and beside it with a sync. Loads read that cache; `fs.state`
-alone compares checksums, with and without. `--directory` is where files are written: one in
+alone compares checksums: by isal, by zlib, which is used where isal is missing, and without.
+`--directory` is where files are written: one in
 memory, as `/dev/shm`, leaves out the disk. `--slices` saves
 the state and loads one eighth of each matrix in another process, for each rank and sharded by rows
 and by columns, and prints by how much the memory of these processes grows at most (Linux only).
@@ -20,9 +21,11 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -31,6 +34,7 @@ from rich.table import Table
 
 import fshard as fs
 from fshard import Mesh, P
+from fshard.state.checkpoints import shard_files
 
 MATRICES = 16
 RANKS = 8
@@ -52,6 +56,10 @@ def contenders(tree: dict[str, torch.Tensor], root: Path) -> dict[str, Callable[
         target = {name: torch.empty_like(x) for name, x in tree.items()}
         dcp.load(target, checkpoint_id=root / "dcp", no_dist=True)
 
+    def by_zlib(*specs: P) -> None:
+        with patch.object(shard_files, "crc32", zlib.crc32):
+            fs.state.load(root / "fshard", *specs, mesh=mesh)
+
     def save_synced() -> None:
         torch.save(tree, file)
         with file.open("rb") as opened:
@@ -63,9 +71,11 @@ def contenders(tree: dict[str, torch.Tensor], root: Path) -> dict[str, Callable[
         "save torch.save, synced": save_synced,
         "save dcp": lambda: dcp.save(tree, checkpoint_id=root / "dcp", no_dist=True),
         "load fs.state": lambda: fs.state.load(root / "fshard", P("x"), mesh=mesh),
+        "load fs.state, zlib": lambda: by_zlib(P("x")),
         "load fs.state, no checksums": lambda: fs.state.load(
             root / "fshard", P("x"), mesh=mesh, checksums=False),
         "load fs.state, unsharded": lambda: fs.state.load(root / "fshard"),
+        "load fs.state, unsharded, zlib": lambda: by_zlib(),
         "load fs.state, unsharded, no checksums": lambda: fs.state.load(
             root / "fshard", checksums=False),
         "load torch.load": lambda: torch.load(file),

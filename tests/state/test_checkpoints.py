@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from collections import OrderedDict, deque, namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,11 +23,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.testing._internal.two_tensor import TwoTensor
 
 import fshard as fs
 from fshard import Mesh, P, Spec
 from fshard.layout.tree import flatten
-from fshard.state.checkpoints import saving, shard_reader
+from fshard.state.checkpoints import saving, shard_files, shard_reader
 from fshard.state.checkpoints.checkpoint_index import CheckpointIndex, index_checksum
 from fshard.state.checkpoints.shard_reader import ShardReader
 from tests.helpers.gloo.harness import run_ranks
@@ -202,6 +204,16 @@ def test_replicas_are_written_once_and_shared_out(tmp_path: Path) -> None:
     assert sum(index["files"].values()) < 8 * 64 * 4 + 8 * 400
 
 
+def test_checksums_are_those_of_zlib(tmp_path: Path) -> None:
+    """Of files of earlier versions, and with and without the package isal."""
+    content = bytes(values((1000,), torch.int8).tolist())
+    assert shard_files.crc32(content) == zlib.crc32(content)
+    assert shard_files.crc32(content, 7) == zlib.crc32(content, 7)
+    fs.state.save(tmp_path, {"x": torch.arange(4.0)})
+    shard = index_of(tmp_path)[1]["tensors"]["x"]["shards"][0]
+    assert shard["crc32"] == 627055499
+
+
 def test_loaded_tensors_do_not_share_memory_with_files(tmp_path: Path) -> None:
     fs.state.save(tmp_path, {"x": torch.ones(4)})
     x = fs.state.load(tmp_path)["x"]
@@ -351,6 +363,9 @@ def save_often_on_rank(directory: str, file: str) -> str:
     ]
     for item in savings:
         item.wait()
+    dtensor = fs.to_dtensor(fs.shard(torch.ones(2), Mesh(x=2), P("x")))
+    with pytest.raises(fs.ShardingError, match=r"x: a DTensor(.|\n)*fs\.from_dtensor\(x\)"):
+        fs.state.save(directory, {"x": dtensor})
     with pytest.raises(fs.ShardingError) as error:
         fs.state.save(file, {"x": torch.ones(2)}, timeout=10)
     return str(error.value)
@@ -481,8 +496,11 @@ BAD_SAVES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "dtype": (
         lambda d: fs.state.save(d, {"w": torch.empty(2, dtype=torch.float8_e5m2fnuz)}),
         "w: a tensor of torch.float8_e5m2fnuz"),
-    "sparse": (lambda d: fs.state.save(d, {"w": torch.eye(2).to_sparse()}), r"w\.to_dense\(\)"),
+    "sparse": (lambda d: fs.state.save(d, {"w": torch.eye(2).to_sparse()}), r"w: (.|\n)*x\.to_dense\(\)"),
     "meta": (lambda d: fs.state.save(d, [torch.empty(2, device="meta")]), "must have values"),
+    "wrapper of tensors": (
+        lambda d: fs.state.save(d, {"w": TwoTensor(torch.ones(2), torch.ones(2))}),
+        "w: a TwoTensor on cpu without memory"),
     "module": (lambda d: fs.state.save(d, torch.nn.Linear(2, 2)), r"module\.state_dict\(\)"),
     "simulated rank": (
         lambda d: fs.simulate(Mesh(x=2), lambda: fs.state.save(d, [torch.ones(2)])),

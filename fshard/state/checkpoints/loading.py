@@ -63,7 +63,8 @@ def load(
             other types, and the result has these. None loads whole tensors.
         mesh: the mesh of each `P`; dims that it does not divide are chunked as `torch.chunk` does.
         device: device of the tensors; PyTorch's default device by default.
-        checksums: False to compare no checksums. They take 0.3 ns a byte, on threads of their own.
+        checksums: False to compare no checksums. They take 0.08 ns a byte with the package isal,
+            0.8 ns without, on threads of their own.
 
     Returns:
         The tree: pairs for leaves with a spec, tensors for the others, and values other than

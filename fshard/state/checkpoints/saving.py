@@ -22,11 +22,12 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from fshard._util.errors import Problem, ShardingError, fail, raise_if
+from fshard._util.errors import ShardingError, fail
 from fshard._util.hooks import Hook
 from fshard.layout.mesh import Mesh
 from fshard.layout.sharded import Sharded
 from fshard.layout.tree import flatten, leaf_names, plain_containers
+from fshard.layout.validation import check_plain_tensor
 from fshard.run.transports.base import current_transport, is_simulated
 from fshard.spmd.collectives.permutations import pbroadcast
 from fshard.state.checkpoints.checkpoint_index import (
@@ -45,6 +46,7 @@ from fshard.state.checkpoints.shard_files import (
     write_file,
     write_text,
 )
+from fshard.state.parameters import by_leaf
 
 SUFFIX = ".safetensors"
 POLL_SECONDS = 0.02
@@ -95,7 +97,7 @@ def save(
         fail(WHERE, "a simulated rank", "ranks that save must be processes, or not be in a body",
              "save the pairs outside of fs.simulate and fs.shard_map")  # fmt: skip
     check_reduced(WHERE, names, leaves)
-    _check_tensors(names, leaves)
+    by_leaf(WHERE, tree, _check_tensor, leaves)
     plan = SavePlan.of(leaves, getattr(transport, "all_ranks", None))
     own = plan.ranks if transport is None else (transport.rank,)
     root = Path(directory)
@@ -119,26 +121,20 @@ def save(
     return Saving(writer, tensors, async_op, progress)
 
 
-def _check_tensors(names: Sequence[str], leaves: Sequence[Any]) -> None:
-    """Raise `ShardingError` for tensors that the format lacks: sparse, on meta, of other dtypes."""
-    problems = []
-    for name, leaf in zip(names, leaves, strict=True):
-        if not isinstance(leaf, torch.Tensor | Sharded):
-            continue
-        x = leaf.local if isinstance(leaf, Sharded) else leaf
-        x = x if isinstance(x, torch.Tensor) else x[0]
-        if leaf.dtype != torch.complex128 and leaf.dtype not in NAMES:
-            problems.append(Problem(
-                f"{name}: a tensor of {leaf.dtype}", "the dtype must be one of safetensors",
-                f"another dtype for {name}, or fs.interop.save_dcp"))  # fmt: skip
-        elif x.layout != torch.strided:
-            problems.append(Problem(f"{name}: a tensor of {x.layout}", "a tensor must be dense",
-                                    f"{name}.to_dense()"))  # fmt: skip
-        elif x.is_meta:
-            problems.append(Problem(f"{name}: a tensor on the meta device",
-                                    "a tensor must have values",
-                                    "fs.state.init(fn, key, specs) creates them"))  # fmt: skip
-    raise_if(WHERE, problems)
+def _check_tensor(leaf: Any) -> None:
+    """Raise `ShardingError` for a tensor that the format lacks, or without values."""
+    if not isinstance(leaf, torch.Tensor | Sharded):
+        return
+    if leaf.dtype != torch.complex128 and leaf.dtype not in NAMES:
+        fail(WHERE, f"a tensor of {leaf.dtype}", "the dtype must be one of safetensors",
+             "another dtype, or fs.interop.save_dcp")  # fmt: skip
+    local = leaf.local if isinstance(leaf, Sharded) else leaf
+    for x in (local,) if isinstance(local, torch.Tensor) else local:
+        check_plain_tensor(x, WHERE)
+        if x.is_meta or not x.data_ptr() and x.nbytes:
+            fail(WHERE, f"a {type(x).__name__} on {x.device} without memory",
+                 "a tensor must have values in memory of its own",
+                 "fs.state.init(fn, key, specs) creates the tensors of a meta module")  # fmt: skip
 
 
 def _file(save_id: str, rank: int) -> str:

@@ -8,6 +8,7 @@ import os
 import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,6 +28,20 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 PIECE = 2**24
 """Bytes of one write, after which a progress bar moves."""
+
+
+def _fastest_crc32() -> Callable[..., int]:
+    """Return `zlib.crc32`, or the equal function of ISA-L, several times as fast, if installed."""
+    try:
+        package = import_module("isal.isal_zlib")
+    except ImportError:
+        package = zlib
+    function: Callable[..., int] = package.crc32
+    return function
+
+
+crc32 = _fastest_crc32()
+"""Return the CRC-32 of bytes, which continues a second argument; it releases Python's lock."""
 
 
 def safetensors(where: str) -> ModuleType:
@@ -58,7 +73,7 @@ def as_stored(x: torch.Tensor, *, copy: bool) -> torch.Tensor:
 def checksum(x: torch.Tensor) -> int:
     """Return the CRC-32 of the elements of a tensor on the CPU, in row-major order."""
     x = x.contiguous()  # the view of its memory does not keep it
-    return zlib.crc32(memory_of(x))
+    return crc32(memory_of(x))
 
 
 def memory_of(x: torch.Tensor) -> memoryview:
