@@ -75,7 +75,7 @@ def contenders(tree: dict[str, torch.Tensor], root: Path) -> dict[str, Callable[
         "load fs.state, no checksums": lambda: fs.state.load(
             root / "fshard", P("x"), mesh=mesh, checksums=False),
         "load fs.state, unsharded": lambda: fs.state.load(root / "fshard"),
-        "load fs.state, unsharded, zlib": lambda: by_zlib(),
+        "load fs.state, unsharded, zlib": by_zlib,
         "load fs.state, unsharded, no checksums": lambda: fs.state.load(
             root / "fshard", checksums=False),
         "load torch.load": lambda: torch.load(file),

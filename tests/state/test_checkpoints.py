@@ -496,7 +496,8 @@ BAD_SAVES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "dtype": (
         lambda d: fs.state.save(d, {"w": torch.empty(2, dtype=torch.float8_e5m2fnuz)}),
         "w: a tensor of torch.float8_e5m2fnuz"),
-    "sparse": (lambda d: fs.state.save(d, {"w": torch.eye(2).to_sparse()}), r"w: (.|\n)*x\.to_dense\(\)"),
+    "sparse": (
+        lambda d: fs.state.save(d, {"w": torch.eye(2).to_sparse()}), r"w: (.|\n)*x\.to_dense\(\)"),
     "meta": (lambda d: fs.state.save(d, [torch.empty(2, device="meta")]), "must have values"),
     "wrapper of tensors": (
         lambda d: fs.state.save(d, {"w": TwoTensor(torch.ones(2), torch.ones(2))}),

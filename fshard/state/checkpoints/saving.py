@@ -131,7 +131,7 @@ def _check_tensor(leaf: Any) -> None:
     local = leaf.local if isinstance(leaf, Sharded) else leaf
     for x in (local,) if isinstance(local, torch.Tensor) else local:
         check_plain_tensor(x, WHERE)
-        if x.is_meta or not x.data_ptr() and x.nbytes:
+        if x.is_meta or (x.nbytes and not x.data_ptr()):
             fail(WHERE, f"a {type(x).__name__} on {x.device} without memory",
                  "a tensor must have values in memory of its own",
                  "fs.state.init(fn, key, specs) creates the tensors of a meta module")  # fmt: skip
