@@ -1,10 +1,12 @@
 """fshard: functional sharding on PyTorch. Layouts and programs of collectives as values."""
 
+from functools import partial as _partial
 from importlib.metadata import PackageNotFoundError, version
 
 from fshard import domain, interop, random, state, testing
 from fshard._torch.dynamo import run_uncompiled as _run_uncompiled
 from fshard._util.errors import ShardingError
+from fshard._util.other_names import refuse_name as _refuse_name
 from fshard._util.public import publish as _publish
 from fshard.interop.dtensor import from_dtensor, to_dtensor
 from fshard.layout.mesh import Mesh
@@ -223,4 +225,6 @@ _publish(vars(state), state.__all__)
 _publish(vars(interop), interop.__all__)
 _publish(vars(testing), testing.__all__)
 
+# Type checkers see no __getattr__, by which every name would be one of the package.
+globals()["__getattr__"] = _partial(_refuse_name, known=__all__)
 _run_uncompiled(shard)  # the wrapper that all public functions have in common

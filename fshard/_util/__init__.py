@@ -7,6 +7,7 @@
 - `signatures`: errors of calls that do not match a signature.
 - `code_names`: names of globals that code reads.
 - `dtypes`: floating-point and complex dtypes.
+- `other_names`: names of other packages, for errors of missing names.
 - `cache`: the size limit of all caches.
 - `public`: signatures of public functions in `help()`.
 - `text`: widths, units, lists of words.

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from types import CodeType, FrameType, TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import ShardingError
@@ -135,6 +135,20 @@ def boundary(fn: Callable[..., Any]) -> Callable[..., Any]:
             raise
 
     return call
+
+
+def hiding_frames(backward: F) -> F:
+    """Return a backward pass whose errors have no frames of the library: PyTorch calls it."""
+
+    @functools.wraps(backward)
+    def call(*args: Any) -> Any:
+        try:
+            return backward(*args)
+        except Exception as error:
+            hide_frames(error)
+            raise
+
+    return cast("F", call)
 
 
 def explained(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -219,6 +219,11 @@ def leaf_spec(
     if not isinstance(tensor, torch.Tensor | Spec):
         opaque = opaque_problem(tensor, name)
         problems += [] if opaque is None else [opaque]
+        is_array = hasattr(tensor, "__array__") and getattr(tensor, "ndim", 0) > 0
+        if is_array and (isinstance(requested, Spec) or getattr(requested, "axes", ())):
+            problems.append(Problem(f"{name}: a value of type {type(tensor).__name__} with "
+                                    f"{requested}", "only tensors and pairs can be sharded",
+                                    "torch.as_tensor(x); or None for it"))  # fmt: skip
         return None
     if isinstance(tensor, torch.Tensor) and tensor.layout is not torch.strided:
         if requested not in (None, PartitionSpec()):

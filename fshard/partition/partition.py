@@ -286,8 +286,10 @@ class Partition:
         signature = CallSignature.of(leaves, specs, state, runs=runs)
         inputs = [*zip((s for s in specs if s is not None), signature.requires_grad, strict=True)]
         if not inputs:
-            fail(self.where, "no tensors", "at least one argument must be a tensor",
-                 "give it pairs or tensors")  # fmt: skip
+            types = ", ".join(dict.fromkeys(type(leaf).__name__ for leaf in leaves)) or "none"
+            fail(self.where, f"arguments of the types {types}",
+                 "at least one argument must be a tensor or a pair",
+                 "torch.as_tensor(x) of an array")  # fmt: skip
         traced, result_tree = self._traces.trace(leaves, tree, specs, signature, numbers, repeats)
         names = tuple(
             name for name, spec in zip(leaf_names, specs, strict=True) if spec is not None

@@ -177,9 +177,10 @@ def gradient_check(where: str, path: str, spec: Spec, typed: bool) -> CotangentC
         fix = f"fs.pcast({path}, {along}, to='varying') before its use"
         fail(where,
              f"{path}: gradients that differ on ranks {ranks[first]} and {ranks[other]}",
-             rule + (UNSEEN if typed else
+             rule + (f"a branch may use it on some ranks alone; else {UNSEEN}" if typed else
                      "check=False sums none, and under torchrun every rank keeps its part"),
-             fix if typed else f"{fix}; or check=True, which inserts it")  # fmt: skip
+             f"torch.where(condition, a, b) in the place of a branch; else {fix}" if typed else
+             f"{fix}; or check=True, which inserts it")  # fmt: skip
 
     groups = [[ranks.index(rank) for rank in group] for group in mesh.groups(axes)]
     return lambda cotangents: compare_values(cotangents, groups, refuse)

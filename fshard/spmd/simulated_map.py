@@ -30,6 +30,7 @@ from fshard._torch.functorch import (
 from fshard._torch.legacy_vmap import map_batch_elements
 from fshard._torch.memory import own_memory, unaliased_all
 from fshard._util.dtypes import is_inexact
+from fshard._util.tracebacks import hiding_frames
 from fshard.run.autograd.linear_function import is_differentiated
 from fshard.run.transports.simulator import run_ranks
 from fshard.spmd.axis_env import BoundAxes, bind_for_backward
@@ -201,6 +202,7 @@ class _RankNode(torch.autograd.Function):
             ctx.mark_non_differentiable(*(y for i, y in enumerate(output) if fixed[i % len(fixed)]))
 
     @staticmethod
+    @hiding_frames
     def backward(ctx: Any, *cts: torch.Tensor) -> Any:
         call: RankCall = ctx.call
         if call is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -71,6 +72,21 @@ def test_refused_functions_and_layouts() -> None:
     pair = fs.shard(torch.ones(4), fs.Spec(MESH, P("tp"), shape=(4,)))
     with pytest.raises(fs.ShardingError, match="the function requires"):
         part(pair)
+
+
+def test_sharded_arrays_are_refused() -> None:
+    array = np.ones((4, 2), dtype=np.float32)
+    scale = fs.partition(
+        lambda x, y: x * torch.as_tensor(y), mesh=MESH, in_specs=(P("dp"), P("dp"))
+    )
+    with pytest.raises(
+        fs.ShardingError, match=r"args\[1\]: a value of type ndarray with P\('dp'\)"
+    ):
+        scale(torch.ones(4, 2), array)
+    scale = fs.partition(lambda x, y: x * torch.as_tensor(y), mesh=MESH, in_specs=(P("dp"), None))
+    assert torch.equal(scale(torch.ones(4, 2), array * 3), torch.full((4, 2), 3.0))
+    with pytest.raises(fs.ShardingError, match="arguments of the types ndarray"):
+        fs.partition(torch.relu, mesh=MESH)(array)
 
 
 @dataclass

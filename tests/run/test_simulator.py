@@ -239,6 +239,10 @@ def test_closures_used_by_one_rank() -> None:
 ORDER = """
   rule:  every rank of a group must call the same collectives in the same order
   fix:   move the collective out of the branch that only some ranks take"""
+BACKWARD_ORDER = """
+  rule:  every rank of a group must call the same collectives in the same order; backward a rank \
+calls the transposes of those whose results it has used
+  fix:   torch.where(condition, a, b) in the place of a branch that only some ranks take"""
 ALIKE = """
   rule:  every rank of a group must call the same collective, with one shape, dtype and arguments
   fix:   look at what made the ranks differ before these lines"""
@@ -354,7 +358,7 @@ def test_backward_has_the_name_and_the_line_of_the_call(create_graph: bool) -> N
     assert values == (
         f"""the simulation stands still: ranks wait for others that never come
   rank 0 (x=0): {wait} for [1], of the call at {line(body, 3)}
-  rank 1 (x=1): returned{ORDER}"""
+  rank 1 (x=1): returned{BACKWARD_ORDER}"""
     )
 
 

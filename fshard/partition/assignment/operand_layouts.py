@@ -62,16 +62,20 @@ def kept_axes(operands: Sequence[TensorVersions]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(axis for operand in operands for axis in operand.kept))
 
 
-def moved_bytes(operands: Sequence[TensorVersions], strategy: Strategy) -> int:
-    """Return the bytes of operands that are kept sharded along an axis, and are not any more."""
+def moved_bytes(operands: Sequence[TensorVersions], strategy: Strategy) -> tuple[int, int]:
+    """Return the bytes of operands whose dims are not sharded along an axis that is kept any more.
+
+    They are counted for each axis: those that the axis does not shard at all, and all.
+    """
     rows = zip(operands, strategy.sources, strategy.shard_specs, strict=True)
-    return sum(
-        src.nbytes
+    moved = [
+        (src.nbytes, any(axis in others for others in dst.partition.dims))
         for operand, src, dst in rows
         for dim, axes in enumerate(src.partition.dims)
         for axis in axes
         if axis in operand.kept and axis not in dst.partition.dims[dim]
-    )
+    ]
+    return sum(n for n, sharded in moved if not sharded), sum(n for n, _ in moved)
 
 
 def with_dual(spec: Spec) -> Spec:

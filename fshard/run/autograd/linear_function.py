@@ -30,6 +30,7 @@ from fshard._torch.legacy_vmap import is_legacy_batched, nesting_level, unwrap
 from fshard._torch.modes import without_dispatch_modes
 from fshard._torch.symbolic_numbers import has_symbolic_sizes
 from fshard._util.cache import CACHE_SIZE
+from fshard._util.tracebacks import hiding_frames
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
@@ -294,6 +295,7 @@ class _Apply(torch.autograd.Function):
             ctx.mark_non_differentiable(*(y for y, n in zip(output, needs, strict=True) if not n))
 
     @staticmethod
+    @hiding_frames
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         with backward_phase(ctx.label):
             cotangents = apply_linear(ctx.op.T, grads, ctx.on_shards)

@@ -200,6 +200,13 @@ def check_ranks(mesh: Mesh, transport: Transport, where: str) -> None:
              "or a mesh of these ranks")  # fmt: skip
 
 
+def check_group(group: Group, transport: Transport) -> None:
+    """Raise `ShardingError` for ranks that do not run: the others would wait for them."""
+    label = LABEL.get()
+    mesh = Mesh(ranks=len(group), devices=group) if label is None else label.mesh
+    check_ranks(mesh, transport, "a collective")
+
+
 # -- labels ---------------------------------------------------------------------------
 
 

@@ -36,10 +36,10 @@ from fshard._util.text import one_line
 from fshard.layout.mesh import Mesh
 from fshard.run.transports.base import Finish, Group, Parts, as_checked, current_transport
 from fshard.run.transports.divergence_report import (
-    BRANCH,
     Fingerprint,
     Position,
     ascending,
+    branch_fix,
     diverged,
     ended,
     fingerprint,
@@ -408,17 +408,17 @@ class _CheckedTransport:
                 f"ranks waited {waited:g} s for others that did not come",
                 self.mesh,
                 positions,
-                "move the collective out of the branch that only some ranks take; for ranks that "
-                "are only late, fs.init(mesh, timeout=seconds)",
+                f"{branch_fix(positions)}; for ranks that are only late, fs.init(mesh, "
+                "timeout=seconds)",
             )
         return None
 
     def _with_origins(
         self, positions: dict[int, Position], missing: Sequence[int]
     ) -> tuple[dict[int, Position], str]:
-        """Add the ranks of the mesh whose errors made others raise, and return a fix."""
+        """Add the ranks of the mesh whose errors made others raise, and return a fix or ""."""
         if not any(self.statuses[rank].ended == "raised" for rank in missing):
-            return positions, BRANCH
+            return positions, ""
         statuses = self._read_mesh()
         gone = self.watch.ended(self.mesh.ranks)
         origins = [rank for rank, status in statuses.items() if status.is_origin or rank in gone]

@@ -40,6 +40,8 @@ Fingerprint = tuple[object, ...]
 # -- source lines ----------------------------------------------------------------------------
 
 
+BACKWARD = "backward of "
+"""Start of the name of a label in a backward pass."""
 Place = tuple[str, int]
 """A file and a line in it."""
 _IS_USERS: dict[str, bool] = {}
@@ -104,7 +106,7 @@ def backward_label() -> Label | None:
     if label is None or (checked is None and not is_simulated() and not is_observed()):
         return None
     line = label.line or _line(sys._getframe())
-    name, mesh = f"backward of {label.name}", label.mesh
+    name, mesh = f"{BACKWARD}{label.name}", label.mesh
     ends = _gradient_ends(label.ends)
     return Label(name, mesh, line, checked, label.arguments, label.shapes, ends, current_module())
 
@@ -287,15 +289,27 @@ def diverged(mesh: Mesh, group: Group, positions: Mapping[int, Position]) -> Sha
     )
 
 
-BRANCH = "move the collective out of the branch that only some ranks take"
-
-
 def stranded(
-    head: str, mesh: Mesh, positions: Mapping[int, Position], fix: str = BRANCH
+    head: str, mesh: Mesh, positions: Mapping[int, Position], fix: str = ""
 ) -> ShardingError:
     """Return the error of ranks that wait for others that never come."""
     rule = "every rank of a group must call the same collectives in the same order"
-    return _error(head, _lines(mesh, positions), rule, fix)
+    if _are_in_backward(positions):
+        rule += "; backward a rank calls the transposes of those whose results it has used"
+    return _error(head, _lines(mesh, positions), rule, fix or branch_fix(positions))
+
+
+def branch_fix(positions: Mapping[int, Position]) -> str:
+    """Return the fix for ranks that have taken different branches."""
+    if _are_in_backward(positions):
+        return "torch.where(condition, a, b) in the place of a branch that only some ranks take"
+    return "move the collective out of the branch that only some ranks take"
+
+
+def _are_in_backward(positions: Mapping[int, Position]) -> bool:
+    """Return True if a rank waits in the backward pass of a collective."""
+    waiting = (position.action for position in positions.values() if position.awaits)
+    return any(action.startswith(f"waiting in {BACKWARD}") for action in waiting)
 
 
 def ended(mesh: Mesh, gone: Mapping[int, str], positions: Mapping[int, Position]) -> ShardingError:

@@ -43,6 +43,7 @@ from fshard.run.transports.base import (
     Group,
     Label,
     Parts,
+    check_group,
     own_transport,
     set_world,
     stacked,
@@ -280,6 +281,7 @@ class ProcessWorld:
             if ordered == tuple(range(dist.get_world_size())):
                 name = dist.group.WORLD.group_name  # type: ignore[union-attr]
             else:
+                check_group(ordered, self)
                 prefix = f"fshard_{self.start_count}"
                 try:
                     name = _blocking(

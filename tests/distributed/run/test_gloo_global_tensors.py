@@ -456,6 +456,8 @@ def init_from_torchrun(store: str) -> list[Any]:
         fs.init(Mesh({"y": 2}, devices=(1, 0)))
         with pytest.raises(ShardingError, match="the 2 processes of the world"):
             fs.init(Mesh(x=4))
+        with pytest.raises(ShardingError, match="must be among those that run, 0, 1"):
+            fs.psum(torch.ones(()), "x", mesh=Mesh(x=4))
         results.append(fs.psum(torch.ones(()), "x", mesh=mesh).item())
         dist.destroy_process_group()
         rank = int(os.environ["RANK"])

@@ -1,17 +1,21 @@
 """Rules of Fourier transforms: fft_*, fftshift, stft, istft.
 
 Transformed dims stay unsharded, all others may be sharded. Transforms are linear in their
-input, conjugates and real parts included.
+input, conjugates and real parts included. Over several dims they are decomposed into transforms
+over one dim each, between which an all-to-all moves the axis of a sharded dim to another one.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from fshard._util.dtypes import is_inexact
 from fshard.ops.core.builders import all_modes, linear_modes, normalize_dims
 from fshard.ops.core.call import OpCall
-from fshard.ops.core.registry import register_rule
+from fshard.ops.core.registry import register_decomposition, register_rule
 from fshard.ops.core.rule import Dims, Rule
 from fshard.ops.rules.letters import letters, text_dims
 from fshard.ops.rules.shard_call import ShardCall
@@ -40,6 +44,65 @@ def transformed(call: OpCall) -> Rule:
     dims: Dims = tuple(() if dim in transformed_dims else (names[dim],) for dim in range(ndim))
     modes = linear_modes(0) if is_inexact(call.operands[0]) else ()
     return Rule((dims,), (dims,), modes=modes, local=ShardCall())
+
+
+# -- transforms over several dims ------------------------------------------------------------
+
+
+def _register_by_dims(
+    name: str, one: Callable[..., Any], last: Callable[..., Any], *, last_first: bool = True
+) -> None:
+    """Register the decomposition of transforms `name` and `name` over two dims.
+
+    Args:
+        name: `fft_fftn`, say.
+        one: the transform over one dim.
+        last: that over the last of the dims.
+        last_first: False if the last dim is transformed after the others.
+    """
+
+    def transform(
+        x: torch.Tensor, s: Sequence[int] | None, dim: Sequence[int] | None, norm: str | None
+    ) -> torch.Tensor:
+        if dim is None:
+            dim = range(-x.ndim if s is None else -len(s), 0)
+        sizes = [None if n == -1 else n for n in s or [-1] * len(dim)]
+        calls = [*zip([one] * (len(dim) - 1) + [last], sizes, dim, strict=True)]
+        for fn, size, d in calls[::-1] if last_first else calls:
+            x = fn(x, size, d, norm)
+        return x
+
+    @register_decomposition(name)
+    def _(x: Any, s: Any = None, dim: Any = None, norm: Any = None) -> torch.Tensor:
+        return transform(x, s, dim, norm)
+
+    @register_decomposition(f"{name[:-1]}2")
+    def _(x: Any, s: Any = None, dim: Any = (-2, -1), norm: Any = None) -> torch.Tensor:
+        return transform(x, s, dim, norm)
+
+
+_register_by_dims("fft_fftn", torch.fft.fft, torch.fft.fft)
+_register_by_dims("fft_ifftn", torch.fft.ifft, torch.fft.ifft)
+_register_by_dims("fft_rfftn", torch.fft.fft, torch.fft.rfft)
+_register_by_dims("fft_irfftn", torch.fft.ifft, torch.fft.irfft, last_first=False)
+
+
+@register_decomposition("_fft_c2c")
+def _c2c(x: torch.Tensor, dim: list[int], normalization: int, forward: bool) -> torch.Tensor:
+    for d in dim[::-1]:
+        x = aten._fft_c2c(x, [d], normalization, forward)
+    return x
+
+
+@register_decomposition("_fft_r2c")
+def _r2c(x: torch.Tensor, dim: list[int], normalization: int, onesided: bool) -> torch.Tensor:
+    return _c2c(aten._fft_r2c(x, dim[-1:], normalization, onesided), dim[:-1], normalization, True)
+
+
+@register_decomposition("_fft_c2r")
+def _c2r(x: torch.Tensor, dim: list[int], normalization: int, last_dim_size: int) -> torch.Tensor:
+    x = _c2c(x, dim[:-1], normalization, False)
+    return aten._fft_c2r(x, dim[-1:], normalization, last_dim_size)  # type: ignore[no-any-return]
 
 
 @register_rule(aten.fft_fftshift, aten.fft_ifftshift)

@@ -84,3 +84,37 @@ def test_unreduced_signals_stay_unreduced() -> None:
     parts = tuple(rand(2, 8, dtype=torch.float32, seed=rank) for rank in range(4))
     result = apply(torch.fft.fft, (parts, spec))
     assert str(result.spec) == "c64[4@x,8]{unreduced: y}"
+
+
+@pytest.mark.parametrize("name", ["fft_fftn", "fft_ifftn", "fft_rfftn", "fft_irfftn"])
+def test_transforms_over_sharded_dims_transpose_between_dims(name: str) -> None:
+    """No rank holds more than its share; gathers would have it hold all."""
+    mesh = fs.Mesh(x=2, y=2)
+    torch.manual_seed(0)
+    transform = getattr(torch.fft, name.removeprefix("fft_"))
+    x = torch.randn(8, 8, 8, dtype=torch.float64 if name == "fft_rfftn" else COMPLEX)
+    for sizes, dim in ((None, None), ((6, -1), (0, 1))):
+        part = fs.partition(lambda x, s=sizes, d=dim: transform(x, s, d, "ortho"), mesh=mesh,
+                            in_specs=fs.P("x", "y"))  # fmt: skip
+        operands = [x.clone().requires_grad_() for _ in range(2)]
+        results = part(operands[0]), transform(operands[1], sizes, dim, "ortho")
+        torch.testing.assert_close(*results)
+        grads = [
+            torch.autograd.grad(y.abs().pow(3).sum(), x)[0]
+            for y, x in zip(results, operands, strict=True)
+        ]
+        torch.testing.assert_close(*grads)
+        call = part.trace(x)
+        assert call.cost().peak_memory <= x.nbytes // 2, str(call)
+        assert "all_gather" not in str(call)
+
+
+def test_gradients_of_transforms_in_the_function_stay_sharded() -> None:
+    x = torch.randn(8, 8, 8, dtype=torch.float64)
+
+    def gradient(x: torch.Tensor) -> torch.Tensor:
+        return torch.func.grad(lambda x: torch.fft.fftn(x).abs().pow(3).sum())(x)
+
+    part = fs.partition(gradient, mesh=fs.Mesh(x=2, y=2), in_specs=fs.P("x", "y"))
+    torch.testing.assert_close(part(x), gradient(x))
+    assert part.trace(x).cost().peak_memory <= 2 * x.nbytes // 2
