@@ -175,15 +175,22 @@ def resolve_sizes(
     return tuple(resolved)
 
 
+def _fix_of(x: object) -> str:
+    """Return the fix for a value in the place of a global tensor."""
+    if hasattr(x, "spec") and hasattr(x, "local"):
+        return "fs.reshard(pair, P(...)); fs.unshard(pair) is a global tensor"
+    if isinstance(x, torch.nn.Module):
+        return "fs.state.distribute_module(module, mesh)"
+    items = x.values() if isinstance(x, dict) else x if isinstance(x, list | tuple) else ()
+    if any(isinstance(item, torch.Tensor) for item in items):
+        return "fs.state.tree_shard(tree, P(...), mesh=mesh)"
+    return "torch.as_tensor(value)"
+
+
 def check_plain_tensor(x: object, where: str) -> None:
     """Raise `ShardingError` unless `x` is a dense tensor without a layout, as a `DTensor` has."""
     if not isinstance(x, torch.Tensor):
-        fail(
-            where,
-            f"a {type(x).__name__}",
-            "a global tensor must be a torch.Tensor",
-            "torch.as_tensor(value)",
-        )
+        fail(where, f"a {type(x).__name__}", "a global tensor must be a torch.Tensor", _fix_of(x))
     if x.layout is not torch.strided:
         fail(
             where,

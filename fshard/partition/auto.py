@@ -14,7 +14,7 @@ import itertools
 import math
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,9 +91,9 @@ class Auto(NotebookView):
     def explain(self) -> str:
         """Return the layout of every argument, the nearest alternatives, and every operation."""
         leaves, _ = flatten(self.in_specs)
-        names = paths(self.in_specs, "args")
-        width = max(map(len, names))
-        text = [f"{name:<{width}}  {p}" for name, p in zip(names, leaves, strict=True)]
+        layouts = _with_equal_layers(zip(paths(self.in_specs, "args"), leaves, strict=True))
+        width = max(len(name) for name, _ in layouts)
+        text = [f"{name:<{width}}  {layout}" for name, layout in layouts]
         text.append(_cost_text(self.time, self.memory))
         text.append(f"{self._proof()}; {self.explored}")
         rows = [
@@ -123,6 +123,19 @@ class Auto(NotebookView):
 def _rebuild(in_specs: list[Any], partition: Partition, *others: Any) -> Auto:
     """Return an `Auto` from its pickle; the partitioned call is planned again."""
     return Auto(in_specs, partition, partition.trace(*others[-1]), *others)
+
+
+def _with_equal_layers(layouts: Iterable[tuple[str, Any]]) -> list[tuple[str, str]]:
+    """Return names and layouts as text; those of layers that have one layout are one row."""
+    groups: dict[tuple[str, Any], list[str]] = {}
+    for name, p in layouts:
+        argument, bracket, path = name.partition("]")
+        key = argument + bracket + re.sub(r"\b\d+\b", "*", path)
+        groups.setdefault((key, p), []).append(name)
+    return [
+        (key, f"{len(names)} x {p}") if names[1:] else (names[0], str(p))
+        for (key, p), names in groups.items()
+    ]
 
 
 def _cost_text(time: float, memory: int) -> str:

@@ -329,7 +329,7 @@ def check_tuple(local: Any, mesh: Mesh, where: str) -> tuple[torch.Tensor, ...]:
         fail(
             where,
             "a pair",
-            "a local is the first item of a pair, whose spec is known here",
+            "a local must be without its spec, which is known here",
             "pair.local",
         )
     is_tensor = (

@@ -257,6 +257,9 @@ SHARDS = fs.shard(torch.zeros(4, 6), SPEC).local
         (torch.zeros(4, 6).double(), "a tensor of shape (4, 6) and torch.float64"),
         ([[0.0] * 6] * 4, "a global tensor must be a torch.Tensor"),
         (None, "a NoneType"),
+        (torch.nn.Linear(2, 2), "fix:   fs.state.distribute_module(module, mesh)"),
+        ({"w": torch.zeros(4, 6)}, "fix:   fs.state.tree_shard(tree, P(...), mesh=mesh)"),
+        (fs.Sharded(SHARDS, SPEC), "fix:   fs.reshard(pair, P(...))"),
     ],
 )
 @pytest.mark.parametrize("function", [fs.shard, fs.scatter])

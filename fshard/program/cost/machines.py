@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from fshard._util.errors import fail
 from fshard.program.cost.links import Link, Torus
 
 NVLINK = Link(latency=0.6e-6, bandwidth=360e9)
@@ -68,6 +69,10 @@ def tpu_fields(
         tflops: TFLOP/s by dtype.
         host: Chips that share 25 GB/s of the data-center network.
     """
+    if not isinstance(sizes, tuple | list) or not all(isinstance(size, int) for size in sizes):
+        fail(f"a slice of {name}", f"sizes={sizes!r}",
+             "sizes must be a tuple of the devices along each dim", "sizes=(4, 4)")  # fmt: skip
+    sizes = tuple(sizes)
     cubes = len(sizes) == 3 and all(size % 4 == 0 for size in sizes)
     wraps = tuple(cubes or (len(sizes) == 2 and size == 16) for size in sizes)
     return {

@@ -119,6 +119,17 @@ def test_choice_runs_and_explains() -> None:
     assert not set(chosen) & set(rest)
 
 
+def test_equal_layers_are_one_line() -> None:
+    net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+    mesh, x = Mesh(x=4), torch.empty(4096, 64, device="meta")
+    parameters = dict(net.to("meta").named_parameters())
+    call = lambda p, x: torch.func.functional_call(net, p, (x,))  # noqa: E731
+    lines = fs.auto(call, mesh, [parameters, x]).explain().splitlines()
+    assert lines[0].split("  ")[0] == "args[0]['*.bias']"
+    assert lines[0].split("  ")[-1].startswith("4 x P(")
+    assert [line.partition(" ")[0] for line in lines[:3]][1:] == ["args[0]['*.weight']", "args[1]"]
+
+
 def test_fixed_arguments_and_memory_limit() -> None:
     p, x = meta(blocks.make_params({"a": (64, 256), "b": (256, 64)}, 3), (1024, 64))
     choice = fs.auto(mlp, Mesh(x=4), [p, x], fixed={1: P("x")})

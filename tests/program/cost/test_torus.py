@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -175,3 +176,9 @@ def test_plans_use_the_links_of_idle_axes() -> None:
     assert [type(step) for step in prog.steps] == [fs.AllSlice, fs.AllGather]
     plain = fs.Program(src, (fs.AllGather(("Y",), 0),), topology=ring)
     assert prog.cost().time < 0.6 * plain.cost().time
+
+
+@pytest.mark.parametrize("sizes", ["4x4", 16, (4.0, 4)])
+def test_sizes_of_slices_are_checked(sizes: Any) -> None:
+    with pytest.raises(fs.ShardingError, match="sizes must be a tuple of the devices along"):
+        Topology.tpu_v5e(sizes)
