@@ -56,7 +56,7 @@ class Auto(NotebookView):
         alternatives: the name of an argument, another layout of it, the time with that layout, and
             an estimate of the bytes of a rank; the fastest first.
         bound: modelled seconds that no layouts of the arguments and strategies of the operations
-            undercut, 0 if none is proven (meshes of over 3 axes).
+            undercut, 0 if none is proven in the given seconds.
         explored: the choices that were planned, and the seconds that it took.
 
     >>> import torch
@@ -187,8 +187,14 @@ def auto(
         ShardingError: if no choice that was tried fits into `memory`, whatever is recomputed, or
             `fixed` names no argument.
 
-    "The best possible" is that of the cost model: over all layouts of the arguments with even
-    shards, and all strategies of the operations.
+    "The best possible" is that of the cost model, for the operations of the traced graph: over all
+    layouts of the arguments with even shards and without partial sums, and all strategies of the
+    operations with even shards, where operands stay partial sums only of the reduction that they
+    come with. It does not cover other graphs for the same values, uneven shards, recomputation, nor
+    the distance of the model from a machine. The bound leaves out operations without a rule, mapped
+    functions, and halos; a redistribution that several uses share counts as a mean of them. Where
+    operations have too many layouts on all axes (four axes and over, mostly) it is proven for three
+    axes at a time, with nothing to pay along the others, and so is lower.
 
     >>> import fshard as fs
     >>> args = [fs.Spec(fs.Mesh(x=4), fs.P(), shape=s) for s in ((65536, 1024), (1024, 1024))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,8 +38,11 @@ MAX_STARTS = 2
 MAX_RELABELLED = 8
 """Number of the best choices whose operations are labelled again for their layouts."""
 MAX_ORDERS = 24
-MAX_ATTEMPTS = 4
-"""Number of labellings with other shares of the uses of values, to raise the bound."""
+MAX_ATTEMPTS, RATE = 4, 1.5
+"""Number of labellings with other shares of the uses of values, to raise the bound, and the first
+rate of their change."""
+MAX_LABELLED_AXES = 3
+"""Number of axes that are labelled together, where all of a mesh have too many labels."""
 PROVEN = 1e-3
 """Share of the time by which a choice may exceed the bound, to count as the best possible."""
 MAX_FITTED = 3
@@ -148,6 +151,7 @@ class ChoiceSearch:
         labels = self.labels(self.costs[replicated].call)
         if labels is None:
             self.label_axis_by_axis(deadline)
+            self.label_some_axes(deadline)
         else:
             self.label_jointly(labels, deadline)
         if self.memory is not None and not self.is_proven():
@@ -166,15 +170,20 @@ class ChoiceSearch:
                     self.cost(choice, labels.solve(layouts=choice).roles)
         return self.best()
 
-    def labels(self, call: PartitionedCall) -> JointLabels | None:
-        """Return the labelling of the traced graph, None for a mesh with too many labels."""
+    def labels(
+        self, call: PartitionedCall, axes: Sequence[str] | None = None
+    ) -> JointLabels | None:
+        """Return the labelling of the traced graph, None if an operation has too many labels.
+
+        With `axes` only these are labelled.
+        """
         results = [None] * call._tree.num_leaves
         if self.out_specs is not None:
             tree = unflatten(call._tree, [0] * len(results))
             results = broadcast_prefix(self.out_specs, tree, "out_specs", "fs.auto")
         try:
             return JointLabels(call.source, self.mesh, self.options, self.leaves, results,
-                               self.topology, grad=call.grad)  # fmt: skip
+                               self.topology, grad=call.grad, axes=axes)  # fmt: skip
         except TooManyLabels:
             return None
 
@@ -182,23 +191,51 @@ class ChoiceSearch:
         """Plan the labels of least weight, and take their weight as bound.
 
         A price of the memory is a Lagrange multiplier: the weight less the price of all memory is
-        a bound, too. The longer of two times that overlap is at least any mean of them.
+        a bound, too.
         """
-        shares = OVERLAP_SHARES if self.overlap else (None,)
         prices = MEMORY_PRICES if self.memory is not None else MEMORY_PRICES[:1]
-        for price, share, attempt in itertools.product(prices, shares, range(MAX_ATTEMPTS)):
+        for price, share, attempt in itertools.product(prices, self.shares, range(MAX_ATTEMPTS)):
             if self.plans > 1 and (time.monotonic() > deadline or self.is_proven()):
                 return
-            compute, arguments = (1.0, 1.0) if share is None else (share, 1 - share)
+            compute, arguments = share
             layouts, roles, weight = labels.solve(price=price, compute=compute, arguments=arguments,
                                                   overlap=self.overlap)  # fmt: skip
             self.bound = max(self.bound, weight - price * (self.memory or 0))
             self.cost(layouts, roles)
             if self.choices <= MAX_EXHAUSTIVE:
                 self.cost(layouts)
-            labels.improve_shares(1.5 / (1 + attempt) ** 0.5)
+            labels.improve_shares(RATE / (1 + attempt) ** 0.5)
         layouts, roles, _ = labels.solve(shared=False)
         self.cost(layouts, roles)
+
+    def label_some_axes(self, deadline: float) -> None:
+        """Raise the bound by labels of as many axes as possible, where all have too many.
+
+        Along other axes everything is sharded, at no cost: the least weight is a bound for each
+        choice of axes.
+        """
+        call = self.costs[self.replicated()].call
+        axes = [axis for axis in self.mesh.axes if self.mesh.shape[axis] > 1]
+        for count in range(min(len(axes) - 1, MAX_LABELLED_AXES), 0, -1):
+            for some in itertools.combinations(axes, count):
+                if time.monotonic() > deadline or (labels := self.labels(call, some)) is None:
+                    break
+                for share, attempt in itertools.product(self.shares, range(MAX_ATTEMPTS)):
+                    compute, arguments = share
+                    weight = labels.solve(compute=compute, arguments=arguments,
+                                          overlap=self.overlap).weight  # fmt: skip
+                    self.bound = max(self.bound, weight)
+                    labels.improve_shares(RATE / (1 + attempt) ** 0.5)
+            if self.bound:
+                return
+
+    @property
+    def shares(self) -> Sequence[tuple[float, float]]:
+        """Factors of the computation, and of the collectives of arguments, for bounds.
+
+        The longer of two times that overlap is at least any mean of them.
+        """
+        return [(share, 1 - share) for share in OVERLAP_SHARES] if self.overlap else [(1.0, 1.0)]
 
     def label_axis_by_axis(self, deadline: float) -> None:
         """Plan the labels of one group of axes after the other, in several orders."""

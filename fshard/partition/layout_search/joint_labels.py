@@ -4,9 +4,11 @@ Every operation gets one role for each axis as its label, every argument a layou
 modelled times that no plan of `fs.partition` undercuts: a redistribution that several uses share is
 weighed as a mean of the uses, which is at most the one of them that takes longest; operations
 that can be decomposed may shard any factor; operations without a rule, factories, halos, and the
-bodies of mapped functions take no time. So the least weight is a lower bound of the time of a step,
-over all layouts of the arguments and all strategies of the operations: the linear relaxation of
-Alpa's integer program (arXiv 2201.12023) need not be solved, as the labelling is exact.
+bodies of mapped functions take no time. An operation takes an operand unreduced only by a reduction
+that the operand may come with, as in plans: a sum becomes a mean by communication. So the least
+weight is a lower bound of the time of a step, over all layouts of the arguments and all strategies
+of the operations: the linear relaxation of Alpa's integer program (arXiv 2201.12023) need not be
+solved, as the labelling is exact.
 """
 
 from __future__ import annotations
@@ -42,7 +44,6 @@ from fshard.partition.layout_search.role_labels import (
     TooManyLabels,
     Unreduced,
     labels_of,
-    reduction,
     reductions,
     roles_by_parts,
 )
@@ -108,6 +109,8 @@ class JointLabels:
         results: the layout that each result is redistributed to, None for one that is not.
         topology: the topology that layouts are costed on.
         grad: True if some result has a gradient.
+        axes: the axes that are labelled; None is all. Along others all tensors are taken to be
+            sharded, at no cost, so that the least weight is a bound still.
 
     Raises:
         TooManyLabels: for a mesh or an operation with too many labels.
@@ -116,10 +119,12 @@ class JointLabels:
     def __init__(
         self, graph: fx.GraphModule, mesh: Mesh, layouts: Sequence[Sequence[Any] | None],
         leaves: Sequence[ArgumentLeaf], results: Sequence[Any], topology: Topology, *, grad: bool,
+        axes: Sequence[str] | None = None,
     ) -> None:  # fmt: skip
         self.mesh, self.topology, self.results = mesh, topology, results
-        self.layouts, self.leaves = layouts, leaves
-        self.axes = AxisTuple.of(mesh, topology)
+        self.axes = AxisTuple.of(mesh, topology, axes)
+        self.layouts = [None if options is None else self.distinct(options) for options in layouts]
+        self.leaves = leaves
         self.has_grad = grad
         self.weights: list[torch.Tensor] = []
         self.local_bytes: dict[int, torch.Tensor] = {}
@@ -136,7 +141,7 @@ class JointLabels:
         self.grad_enabled = True
         inputs = [
             self.argument(leaf, options)
-            for leaf, options in zip(leaves, layouts, strict=True)
+            for leaf, options in zip(leaves, self.layouts, strict=True)
             if options is not None
         ]
         self.arguments = [value.variable for value in inputs]
@@ -274,17 +279,26 @@ class JointLabels:
         variable = self.variable(torch.zeros(len(layouts), dtype=torch.float64))
         codes = torch.tensor([self.codes(p) for p in partitions]).reshape(len(layouts), -1)
         self.local_bytes[variable] = torch.tensor([
-            nbytes(leaf.meta) / self.mesh.axis_size([a for dim in p.dims for a in dim])
+            nbytes(leaf.meta) / self.axes.left_out
+            / self.mesh.axis_size([a for dim in p.dims for a in dim if a in self.axes.names])
             for p in partitions
         ], dtype=torch.float64)  # fmt: skip
         unreduced = frozenset(
-            (self.axes.names.index(axis), reduction(kind))
+            (self.axes.names.index(axis), kind)
             for p in partitions
             for axis, kind in p.unreduced_kinds
             if axis in self.axes.names
         )
         return _Value(variable, joint_indices(codes, leaf.meta.ndim), leaf.meta,
                       leaf.requires_grad, unreduced)  # fmt: skip
+
+    def distinct(self, layouts: Sequence[Any]) -> list[Any]:
+        """Return the layouts that differ along the labelled axes."""
+        if self.axes.left_out == 1:
+            return [*layouts]
+        rows = {tuple(self.codes(p.partition if isinstance(p, Spec) else p)): p
+                for p in reversed(layouts)}  # fmt: skip
+        return [*rows.values()]
 
     def codes(self, p: PartitionSpec) -> list[int]:
         """Return the code of a partition on every axis."""
@@ -397,10 +411,13 @@ class JointLabels:
         unreduced = tuple(v.unreduced if isinstance(v, _Value) else None for v in values)
         key = rule, call.operands, call.results, tuple(sizes.items()), grad, decomposes, unreduced
         if key not in self.labelled:
-            self.labelled[key] = labels_of(roles, rule, sizes, self.axes.sizes, unreduced)
+            self.labelled[key] = labels_of(
+                roles, rule, sizes, self.axes.sizes, unreduced, all_axes=self.axes.left_out == 1
+            )
         labels, rows = self.labelled[key]
         passes = FORWARD_AND_BACKWARD if grad and self.has_grad else 1
         time = passes * _least_time(self.topology, rule, call, sizes, decomposes)
+        time /= self.axes.left_out
         shards = torch.where(rows[:, 0] == 1, torch.tensor(self.axes.sizes), 1).prod(1)
         variable = self.variable(time / shards.double())
         if call.op in FACTORS:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from fshard.layout.partition_spec import LINEAR
 from fshard.ops.core.rule import Rule
 from fshard.ops.strategy.axis_roles import ANY, INVARIANT, AxisState, Role
 from fshard.partition.layout_search.state_distances import state_code
@@ -21,7 +20,7 @@ MAX_LABELS = 1500
 Unreduced = frozenset[tuple[int, str]]
 """Axes, by index, on which some label leaves a tensor unreduced, with the reduction."""
 OperandAxes = Sequence[Unreduced | None]
-"""`Unreduced` of every operand, None for one that is not labelled."""
+"""`Unreduced` of every operand, None for one that is not labelled, which may have any state."""
 
 
 class TooManyLabels(Exception):
@@ -30,7 +29,7 @@ class TooManyLabels(Exception):
 
 def labels_of(
     roles: Sequence[Role], rule: Rule, sizes: Mapping[str, int], axes: Sequence[int],
-    unreduced: OperandAxes,
+    unreduced: OperandAxes, *, all_axes: bool,
 ) -> tuple[list[tuple[Role, ...]], torch.Tensor]:  # fmt: skip
     """Return the roles of the axes for every label, and their codes, labels x tensors x axes.
 
@@ -43,6 +42,7 @@ def labels_of(
         sizes: the size of every factor.
         axes: the size of every axis.
         unreduced: the axes on which operands may be unreduced.
+        all_axes: True if the mesh has no other axes, which may shard factors too.
 
     Raises:
         TooManyLabels: for more than `MAX_LABELS`.
@@ -54,7 +54,7 @@ def labels_of(
     ]  # fmt: skip
     labels = [
         combined for combined in itertools.product(*per_axis)
-        if _is_even(combined, rule, sizes, axes)
+        if _is_even(combined, rule, sizes, axes, all_axes=all_axes)
     ]  # fmt: skip
     if len(labels) > MAX_LABELS:
         raise TooManyLabels
@@ -71,7 +71,7 @@ def _is_possible(
         return sizes[role.factor] > 0 and sizes[role.factor] % n == 0
     required = [(axes, state.kind) for axes, state in zip(unreduced, role.operands, strict=True)
                 if state.name == "unreduced"]  # fmt: skip
-    return not required or any((axis, reduction(kind)) in (axes or ()) for axes, kind in required)
+    return not required or any(axes is None or (axis, kind) in axes for axes, kind in required)
 
 
 def reductions(result: int, roles: Iterable[Role], count: int, unreduced: OperandAxes) -> Unreduced:
@@ -84,11 +84,11 @@ def reductions(result: int, roles: Iterable[Role], count: int, unreduced: Operan
         unreduced: the axes on which operands may be unreduced.
     """
     return frozenset(
-        (axis, reduction(state.kind)) for role in roles for state in [role.results[result]]
+        (axis, state.kind) for role in roles for state in [role.results[result]]
         if state is not None and state.name == "unreduced"
         for axis in range(count)
         if role.factor is not None or any(
-            (axis, reduction(source.kind)) in (axes or ())
+            axes is None or (axis, source.kind) in axes
             for axes, source in zip(unreduced, role.operands, strict=True)
             if source.name == "unreduced"
         )
@@ -102,8 +102,9 @@ def _row(role: Role) -> tuple[int, ...]:
 
 
 def _is_even(
-    roles: Sequence[Role], rule: Rule, factors: Mapping[str, int], axes: Sequence[int]
-) -> bool:
+    roles: Sequence[Role], rule: Rule, factors: Mapping[str, int], axes: Sequence[int], *,
+    all_axes: bool,
+) -> bool:  # fmt: skip
     """Return True if shards are even, and no factor is sharded behind one that has parts left."""
     shards: dict[str, int] = {}
     for role, n in zip(roles, axes, strict=True):
@@ -111,16 +112,12 @@ def _is_even(
             shards[name] = shards.get(name, 1) * n
     if any(factors[name] % n for name, n in shards.items() if name in factors):
         return False
-    dims = [dim for x in (*rule.operands, *rule.results) for dim in x or () if len(dim) > 1]
+    dims = [dim for x in (*rule.operands, *rule.results) for dim in x or ()
+            if len(dim) > 1 and all_axes]  # fmt: skip
     return not any(
         shards.get(dim[place], 1) > 1 and shards.get(dim[place - 1], 1) != factors[dim[place - 1]]
         for dim in dims for place in range(1, len(dim))
     )  # fmt: skip
-
-
-def reduction(kind: str) -> str:
-    """Return one name for all linear reductions, which become each other for free."""
-    return "sum" if kind in LINEAR else kind
 
 
 def roles_by_parts(rule: Rule) -> Iterator[Role]:

@@ -55,21 +55,29 @@ def joint_indices(codes: torch.Tensor, ndim: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class AxisTuple:
-    """Axes of a mesh whose sizes are above 1, and the links of every subset of them."""
+    """Axes of a mesh whose sizes are above 1, and the links of every subset of them.
+
+    Along axes that are left out a tensor may have any state, at no cost: it is taken to be sharded
+    over all of them, and their links, if faster, to be used with those of the others.
+    """
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
     links: tuple[tuple[Link, Link], ...]
     """For the subset of every bit mask the links of reductions and of exchanges."""
+    left_out: int
+    """Devices along the axes that are left out."""
 
     @staticmethod
-    def of(mesh: Mesh, topology: Topology) -> AxisTuple:
-        """Return the axes of a mesh.
+    def of(mesh: Mesh, topology: Topology, axes: Sequence[str] | None = None) -> AxisTuple:
+        """Return the axes of a mesh, or those of `axes` alone.
 
         An axis that leaves a node with part of its length has the link inside of nodes: programs
         may run along parts of it.
         """
-        names = tuple(axis for axis in mesh.axes if mesh.shape[axis] > 1)
+        every = tuple(axis for axis in mesh.axes if mesh.shape[axis] > 1)
+        names = every if axes is None else tuple(axis for axis in every if axis in axes)
+        left_out = mesh.axis_size(every) // mesh.axis_size(names)
         subsets = [
             tuple(axis for bit, axis in enumerate(names) if mask >> bit & 1)
             for mask in range(2 ** len(names))
@@ -77,12 +85,13 @@ class AxisTuple:
         straddling = {axis for axis in names if _straddles(mesh, topology, axis)}
         links = []
         for subset in subsets:
-            if not subset or straddling & {*subset}:
-                links.append((_fastest(topology, mesh, names),) * 2)
+            if not subset or left_out > 1 or straddling & {*subset}:
+                links.append((_fastest(topology, mesh, every),) * 2)
             else:
                 links.append((topology.link(mesh, subset),
                               topology.link(mesh, subset, exchange=True)))  # fmt: skip
-        return AxisTuple(names, tuple(mesh.shape[axis] for axis in names), tuple(links))
+        sizes = tuple(mesh.shape[axis] for axis in names)
+        return AxisTuple(names, sizes, tuple(links), left_out)
 
 
 def _straddles(mesh: Mesh, topology: Topology, axis: str) -> bool:
@@ -165,7 +174,7 @@ def _value_distances(axes: AxisTuple, topology: Topology, ndim: int, nbytes: int
 
 def _local_bytes(axes: AxisTuple, codes: torch.Tensor, nbytes: int) -> torch.Tensor:
     sizes = torch.tensor(axes.sizes, dtype=torch.float64)
-    return nbytes / torch.where(codes >= VALUE_CODES, sizes, 1.0).prod(1)
+    return nbytes / axes.left_out / torch.where(codes >= VALUE_CODES, sizes, 1.0).prod(1)
 
 
 def _exchanges(
@@ -173,7 +182,8 @@ def _exchanges(
 ) -> torch.Tensor:  # fmt: skip
     """Return the least seconds of one step between any two values that is not a reduction.
 
-    What becomes unreduced may be divided among the ranks that hold partial sums of it.
+    What becomes unreduced may be divided among the ranks that hold partial sums of it. Where axes
+    are left out, a step along them too may be a permutation or no copy.
     """
     sizes = torch.tensor(axes.sizes, dtype=torch.float64)
     local = _local_bytes(axes, codes, nbytes)
@@ -205,9 +215,11 @@ def _exchanges(
         for links in zip(*axes.links, strict=True)
     )
     latency, bandwidth = torch.where(is_gather[..., None], gather, exchange).unbind(-1)
+    sliced = (2 * local / topology.memory).expand_as(lacks)
+    if axes.left_out > 1:
+        messages, copied, sliced = (torch.full_like(lacks, x) for x in (1.0, 0.0, 0.0))
     sent = (topology.launch + latency + messages * topology.message + lacks / bandwidth
             + copied / topology.memory)  # fmt: skip
-    sliced = (2 * local / topology.memory).expand_as(sent)
     return torch.where(mask > 0, sent, sliced).fill_diagonal_(0.0)
 
 
@@ -224,11 +236,13 @@ def _reductions(
         rows = (codes[:, subset] == 1).all(1).nonzero().flatten()
         n, link = math.prod(axes.sizes[i] for i in subset), axes.links[mask][0]
         messages, rounds = gather_rounds(n)
+        if axes.left_out > 1:
+            messages = min(messages, (n - 1).bit_length())  # trees of more ranks send less
         passes = 1 if n <= MAX_DIRECT else 2
         step = sum(strides[i] for i in subset)
         for code in (0, *range(VALUE_CODES, base)):
-            share, times, copies = ((2, passes, 0) if code == 0 else
-                                    (1, 1, 2 * (code > VALUE_CODES)))  # fmt: skip
+            copied = 2 * (code > VALUE_CODES and axes.left_out == 1)
+            share, times, copies = (2, passes, 0) if code == 0 else (1, 1, copied)
             time = (topology.launch + times * (rounds * link.latency + messages * topology.message)
                     + local[rows] * (share * (n - 1) / n / link.bandwidth
                                      + copies / topology.memory))  # fmt: skip

@@ -13,7 +13,7 @@ import torch
 
 import fshard as fs
 from fshard import Mesh, P, PartitionSpec
-from fshard.partition.layout_search import choice_search, variable_elimination
+from fshard.partition.layout_search import choice_search, role_labels, variable_elimination
 from fshard.partition.layout_search.choice_search import (
     PROVEN,
     ChoiceSearch,
@@ -85,15 +85,18 @@ def test_at_most_5_percent_slower_than_by_hand(name: str, tight: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["MLP", "mixture of experts",
-     *(pytest.param(name, marks=pytest.mark.slow)
-       for name in ("GPT block", "Llama block", "UNet block"))],
+    ("name", "gap"),
+    [("MLP", 0.01), ("mixture of experts", 0.08),
+     *(pytest.param(*case, marks=pytest.mark.slow)
+       for case in (("GPT block", 0.09), ("Llama block", 0.04), ("UNet block", 0.04)))],
 )  # fmt: skip
 def test_labels_are_never_slower_than_published_layouts(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, gap: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FSDP, Megatron-LM, GSPMD's 2-D layout and T5X's rules, without a search beyond the labels."""
+    """FSDP, Megatron-LM, GSPMD's 2-D layout and T5X's rules, without a search beyond the labels.
+
+    A sum becomes a mean by a reduction alone: with free conversions the gap of the MLP is 55 %.
+    """
     monkeypatch.setattr(choice_search, "MAX_EXHAUSTIVE", 0)
     monkeypatch.setattr(choice_search, "MAX_STARTS", 0)
     block, on = bench_auto_models.BLOCKS[name], fs.Topology.dgx_h100()
@@ -101,11 +104,12 @@ def test_labels_are_never_slower_than_published_layouts(
                      seconds=120)  # fmt: skip
     times = bench_auto_models.hand_times(block, bench_auto_models.MESH, on)
     assert answer.bound <= answer.time <= min(times.values()) * (1 + 1e-9)
+    assert answer.gap <= gap
 
 
 def test_choice_runs_and_explains() -> None:
     p = blocks.make_params({"a": (64, 256), "b": (256, 64)}, 3)
-    x = torch.randn(8, 64, dtype=torch.float64)
+    x = torch.randn(64, 64, dtype=torch.float64)
     choice = fs.auto(mlp, Mesh(x=4), [p, x])
     torch.testing.assert_close(choice(p, x), mlp(p, x))
     lines = choice.explain().splitlines()
@@ -216,6 +220,16 @@ def test_no_plan_of_any_layouts_undercuts_its_bound(name: str, mesh: Mesh, kind:
         choice = tuple(draw.choice(search.layouts(i)) for i in range(len(search.leaves)))
         roles, weight = labels.solve(layouts=choice)[1:]
         assert weight <= min(search.cost(choice).time, search.cost(choice, roles).time) + 1e-12
+
+
+def test_labels_of_some_axes_are_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Meshes with too many labels: two of three axes at a time, the third at no cost."""
+    program, mesh = bench_auto.PROGRAMS["shared"], Mesh(x=2, y=2, z=2)
+    whole = fs.auto(program.function, mesh, bench_auto.arguments(program), seconds=1)
+    monkeypatch.setattr(role_labels, "MAX_LABELS", 99)
+    monkeypatch.setattr(ChoiceSearch, "label_axis_by_axis", lambda *_: None)
+    answer = fs.auto(program.function, mesh, bench_auto.arguments(program), seconds=1)
+    assert 0.5 * whole.bound < answer.bound <= whole.bound <= answer.time
 
 
 @pytest.mark.parametrize("name", ["shared", pytest.param("norm", marks=pytest.mark.slow)])
