@@ -206,14 +206,17 @@ def _future(q: Tensor, k: Tensor, first: int = 0) -> Tensor:
 Attended = tuple[Tensor, Tensor]
 
 
+NEGLIGIBLE = 40.0
+"""Difference of log-sum-exps from which on the smaller one counts as this: exp(-40) is 4e-18."""
+
+
 def merge_attended(a: Attended, b: Attended) -> Attended:
-    """Return outputs and log-sum-exps over two disjoint blocks of keys."""
-    largest = torch.maximum(a[1], b[1]).detach()
-    largest = largest.masked_fill(largest == -math.inf, 0.0)
-    weights = (a[1] - largest).exp(), (b[1] - largest).exp()
-    total = weights[0] + weights[1]
-    is_empty = total == 0
-    total = total.masked_fill(is_empty, 1.0)
-    shares = [(weight / total).unsqueeze(-1) for weight in weights]
-    lse = (largest + total.log()).masked_fill(is_empty, -math.inf)
-    return a[0] * shares[0] + b[0] * shares[1], lse
+    """Return outputs and log-sum-exps over two disjoint blocks of keys.
+
+    Log-sum-exps of -inf, of rows without keys, have finite bounds, so that derivatives exist.
+    """
+    least = torch.finfo(a[1].dtype).min
+    floor = torch.maximum(a[1], b[1]).detach().clamp_min(least) - NEGLIGIBLE
+    first, second = a[1].clamp_min(floor), b[1].clamp_min(floor)
+    share, lse = torch.sigmoid(second - first), torch.logaddexp(first, second)
+    return torch.lerp(a[0], b[0], share.unsqueeze(-1)), lse.masked_fill(lse < least / 2, -math.inf)

@@ -7,7 +7,7 @@ arguments. Both run `ring_attention` on the locals of each rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -212,21 +212,30 @@ def attend(
         scores: this rank's part of the scores.
         drop_key: key of the dropout, or None.
     """
-    lead = torch.broadcast_shapes(*(x.shape[:-3] for x in tensors[:3]))
+    lead = _broadcast(x.shape[:-3] for x in tensors[:3])
     q, k, v, *masks = (_as_four_dims(x, lead) for x in tensors)
-    (batch,) = torch.broadcast_shapes(*(x.shape[:1] for x in (q, k, v)))
-    q = q.expand(batch, k.shape[1] if q.shape[1] == 1 else -1, -1, -1)
+    (batch,) = _broadcast(x.shape[:1] for x in (q, k, v))
+    if q.shape[0] != batch or q.shape[1] == 1:
+        q = q.expand(batch, k.shape[1] if q.shape[1] == 1 else -1, -1, -1)
     scale = 1 / math.sqrt(max(q.shape[-1], 1)) if options.scale is None else options.scale
     drop = None if drop_key is None else scores.drop(drop_key, options.dropout_p, wide(q.detach()))
     ring = RingAttention(mesh, axes, queries, keys, options.is_causal, Attention(scale, drop))
     out = ring(q, k, v, masks[0] if masks else None)
     heads = max((x.shape[-3] for x in tensors[:3] if x.dim() > 2), default=None)
     shape = (*lead, *(() if heads is None else (heads,)), *out.shape[-2:])
-    return out.reshape(shape)
+    return out if out.shape == shape else out.reshape(shape)
+
+
+def _broadcast(shapes: Iterable[torch.Size]) -> torch.Size:
+    """Return the shape that shapes broadcast to, at once if they are equal."""
+    first, *others = {*shapes}
+    return torch.broadcast_shapes(first, *others) if others else first
 
 
 def _as_four_dims(x: Tensor, lead: Sequence[int]) -> Tensor:
     """Return a tensor (..., heads, rows, columns) with one batch dim, of `lead` or of size 1."""
+    if x.dim() == 4 and x.shape[:1] in (lead, (1,)):
+        return x
     x = x[(None,) * (3 - x.dim())] if x.dim() < 3 else x
     if x.dim() == 3:
         return x.unsqueeze(0)

@@ -51,6 +51,7 @@ from fshard.ops.strategy.strategy import Strategy, has_unspecified_results
 from fshard.ops.trace.trace import refuse_autocast
 from fshard.partition.arguments import requires_grad
 from fshard.partition.partition import Partition
+from fshard.partition.repeated_calls import PLANS, RankCall, as_pairs, remember
 from fshard.plan.redistribute import redistribute
 from fshard.program.cost.model import Cost
 from fshard.program.cost.topology import Topology
@@ -173,12 +174,15 @@ def _apply(op: Any, mode: str, topology: Topology | None, /, *args: Any, **kwarg
     """Run an operation on pairs."""
     try:
         refuse_autocast(f"fs.apply({name_of(op)})")
+        block = keyed_block_hook.call()
+        repeated = RankCall.of((op, mode, topology), args, kwargs) if block is None else None
+        if repeated is not None and (plan := PLANS.get(repeated.key)) is not None:
+            return plan.run(repeated)
         _refuse_writes(op, kwargs)
         placed, keywords, mesh, simulated = _as_pairs(op, args, kwargs)
         pairs = instances_in((*placed, *keywords.values()), Sharded)
         grad = torch.is_grad_enabled() and any(map(requires_grad, pairs))
         specs, named = map_call(placed, keywords, Sharded, lambda pair: pair.spec)
-        block = keyed_block_hook.call()
         if is_composite(op, specs, named) or (block and effect_of(op).action is Action.RANDOM):
             return _apply_partitioned(op, op, specs, named, pairs, mode, topology, block)
         # The layouts of pairs are intentions: a sharded one is not gathered to repeat work.
@@ -192,6 +196,8 @@ def _apply(op: Any, mode: str, topology: Topology | None, /, *args: Any, **kwarg
         elif not strategy.is_local and has_other_forms(strategy.call.op):
             call = strategy.call.op
             return _apply_partitioned(op, call, specs, named, pairs, mode, topology, None)
+        if repeated is not None and strategy.tree is not READS_VALUE:
+            remember(repeated, strategy, placed, keywords)
         locals_ = [
             prog(pair.local) if prog.steps else pair.local
             for pair, prog in zip(pairs, strategy.programs, strict=True)
@@ -489,9 +495,4 @@ def _run(
         ]
     else:
         results = list(on_rank(rank_on_mesh(mesh, "fs.apply"), locals_))
-    rows = zip(results, strategy.out_specs, strategy.out_halos, strict=True)
-    pairs = [
-        None if spec is None else Sharded(halo(local) if halo else local, spec)
-        for local, spec, halo in rows
-    ]
-    return strategy.in_tree(pairs)
+    return as_pairs(strategy, results)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from fshard._torch.legacy_vmap import is_legacy_batched
 from fshard._torch.memory import materialized, storage_address
 from fshard._torch.modes import DispatchMode, disable_dispatch_modes
 from fshard._torch.operators import builtin_of, schema_of
-from fshard._torch.process_groups import resolve_group
+from fshard._torch.process_groups import call_below_autograd, resolve_group
 from fshard._util.cache import BoundedDict
 from fshard._util.errors import ShardingError
 from fshard.layout.tree import tensors_in
@@ -221,8 +222,9 @@ class _Compiler:
             args = [self.expression(arg) for arg in op.args]
             args += [f"{k}={self.expression(v)}" for k, v in op.kwargs.items() if k != "device"]
             args += ["device=x.device"] * ("device" in op.kwargs)
-            name = self.new_name()
-            line = f"{name} = {self.constant(builtin_of(op.func))}({', '.join(args)})"
+            name, func = self.new_name(), builtin_of(op.func)
+            func = partial(call_below_autograd, func) if op.is_collective else func
+            line = f"{name} = {self.constant(func)}({', '.join(args)})"
             if op.func is WAIT:
                 launch = self.ops[self.producers[id(op.args[0])]]
                 explain = self.constant(self.explanation(launch))

@@ -64,7 +64,7 @@ class PermuteOp:
         index = group.index(transport.rank)
         target = next((dst for src, dst in self.perm if src == index), None)
         source = next((src for src, dst in self.perm if dst == index), None)
-        flat = concat_flat([x.reshape(-1) for x in xs])
+        flat = concat_flat(xs)
         own = [x.shape for x in xs]
         shapes = own if self.shapes is None or source is None else self.shapes[source]
         send, receive = [0] * len(group), [0] * len(group)
@@ -76,10 +76,11 @@ class PermuteOp:
         notify("ppermute", self.axes, nbytes, transport.rank, flat.dtype)
         payload = flat if target is not None else flat[:0]
         finish_exchange = transport.all_to_all(payload, send, receive, group)
+        nothing = flat.new_zeros(()).expand(flat.shape) if source is None else None
 
-        def finish() -> Tensors:
+        def finish() -> Tensors:  # which does not keep what was sent
             received = finish_exchange()
-            return split_flat(received if source is not None else torch.zeros_like(flat), shapes)
+            return split_flat(received if nothing is None else nothing.clone(), shapes)
 
         return finish
 

@@ -6,10 +6,10 @@ argument lists; if it is left out and shards may be uneven, the ranks exchange t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from fshard._util.errors import fail
 from fshard._util.text import plural
 from fshard.layout.mesh import Mesh
 from fshard.layout.validation import as_ints
-from fshard.run.autograd.linear_function import FinishAll, Tensors, apply_linear, launch_linear
+from fshard.run.autograd.linear_function import Tensors, apply_linear, launch_linear
+from fshard.run.packing import concat_flat
 from fshard.run.transports.base import Label, current_rank, labelled, with_label
 from fshard.run.transports.shape_only import is_abstract, shape_transport
 from fshard.spmd.axis_env import current_axes, current_tracker
@@ -43,60 +44,100 @@ class Ring:
 
     def launch(
         self, xs: Tensors, by: int, age: int, leaves: Sequence[int] | None = None
-    ) -> Callable[[], Tensors]:
+    ) -> Callable[[], Leaves]:
         """Send `leaves` of a block `by` places on, without gradient; return the wait for them.
 
-        The block on an index began `age` places before it.
+        The block on an index began `age` places before it. What arrives, and is sent on, is not
+        copied.
         """
+        groups = _by_dtype(xs)
+        flats = xs.flats if isinstance(xs, Leaves) else None
+        if flats is None:
+            flats = tuple(concat_flat([xs[i] for i in indices]) for indices in groups)
+        shapes = [self._shapes(xs, indices, age, leaves) for indices in groups]
+        waits = []
         with labelled(self.label):
-            started = [
-                (indices, launch_linear(op, tuple(xs[i] for i in indices), self.name))
-                for indices, op in self._ops(xs, by, age, leaves)
-            ]
-        return with_label(self.label, lambda: _in_order(len(xs), started))
+            for flat, rows in zip(flats, shapes, strict=True):
+                sizes = rows and tuple((torch.Size([_total(row)]),) for row in rows)
+                op = PermuteOp(self.mesh, self.axes, self._perm(by), sizes)
+                waits.append(launch_linear(op, (flat,), self.name))
+        source = (self.index - by) % self.n
+        arriving = [
+            [xs[i].shape for i in indices] if rows is None else rows[source]
+            for indices, rows in zip(groups, shapes, strict=True)
+        ]
+        return with_label(self.label, lambda: Leaves.of([w()[0] for w in waits], groups, arriving))
 
     def send(self, xs: Tensors, by: int, age: int) -> Callable[[], Tensors]:
         """Send the leaves of a block `by` places on, differentiably."""
+        results: list[Any] = [None] * len(xs)
         with labelled(self.label):
-            results = [
-                (indices, apply_linear(op, tuple(xs[i] for i in indices), False))
-                for indices, op in self._ops(xs, by, age, None)
-            ]
-        return lambda: _in_order(len(xs), [(i, partial(_same, ys)) for i, ys in results])
+            for indices in _by_dtype(xs):
+                shapes = self._shapes(xs, indices, age, None)
+                op = PermuteOp(self.mesh, self.axes, self._perm(by), shapes)
+                ys = apply_linear(op, tuple(xs[i] for i in indices), False)
+                for i, y in zip(indices, ys, strict=True):
+                    results[i] = y
+        return lambda: tuple(results)
 
-    def _ops(
-        self, xs: Tensors, by: int, age: int, leaves: Sequence[int] | None
-    ) -> list[tuple[list[int], PermuteOp]]:
-        """Return for each dtype the indices of tensors, and the operation that sends them.
+    def _perm(self, by: int) -> tuple[tuple[int, int], ...]:
+        return tuple((i, (i + by) % self.n) for i in range(self.n))
+
+    def _shapes(
+        self, xs: Tensors, indices: Sequence[int], age: int, leaves: Sequence[int] | None
+    ) -> tuple[tuple[torch.Size, ...], ...] | None:
+        """Return the shapes of tensors on each index, None if they are this rank's.
 
         `leaves` has for every tensor its number among the leaves of a block, None if it is its own.
         """
-        groups: dict[Hashable, list[int]] = {}
-        for i, x in enumerate(xs):
-            groups.setdefault((x.dtype, x.device), []).append(i)
-        n, perm = self.n, tuple((i, (i + by) % self.n) for i in range(self.n))
-        launches = []
-        for indices in groups.values():
-            shapes = None
-            if self.shapes is not None:
-                numbers = [i if leaves is None else leaves[i] for i in indices]
-                rows = (self.shapes[(i - age) % n] for i in range(n))
-                shapes = tuple(tuple(row[leaf] for leaf in numbers) for row in rows)
-            launches.append((indices, PermuteOp(self.mesh, self.axes, perm, shapes)))
-        return launches
+        if self.shapes is None:
+            return None
+        numbers = [i if leaves is None else leaves[i] for i in indices]
+        rows = (self.shapes[(i - age) % self.n] for i in range(self.n))
+        return tuple(tuple(row[leaf] for leaf in numbers) for row in rows)
 
 
-def _same(xs: Tensors) -> Tensors:
-    return xs
+class Leaves(tuple[torch.Tensor, ...]):  # noqa: SLOT001 - tuples have no slots
+    """Leaves of a block as views of the flat tensors in which they have arrived.
+
+    Attributes:
+        flats: one flat tensor for each dtype and device.
+    """
+
+    flats: Tensors
+
+    @staticmethod
+    def of(
+        flats: Sequence[torch.Tensor],
+        groups: Sequence[Sequence[int]],
+        shapes: Sequence[Sequence[torch.Size]],
+    ) -> Leaves:
+        """Return the views of `flats` with these indices and shapes."""
+        views: dict[int, torch.Tensor] = {}
+        for flat, indices, row in zip(flats, groups, shapes, strict=True):
+            parts = flat.split([*map(math.prod, row)])
+            views.update(zip(indices, map(torch.Tensor.view, parts, row), strict=True))
+        leaves = Leaves(views[i] for i in range(len(views)))
+        leaves.flats = tuple(flats)
+        return leaves
+
+    def add_(self, others: Sequence[torch.Tensor]) -> Leaves:
+        """Add tensors to the leaves in place."""
+        for x, other in zip(self, others, strict=True):
+            x.add_(other)
+        return self
 
 
-def _in_order(count: int, launches: Sequence[tuple[list[int], FinishAll]]) -> Tensors:
-    """Wait for launches, and return their results in the order of their indices."""
-    results: list[Any] = [None] * count
-    for indices, finish in launches:
-        for i, y in zip(indices, finish(), strict=True):
-            results[i] = y
-    return tuple(results)
+def _by_dtype(xs: Tensors) -> list[list[int]]:
+    """Return the indices of tensors of one dtype and device, for each."""
+    groups: dict[Hashable, list[int]] = {}
+    for i, x in enumerate(xs):
+        groups.setdefault((x.dtype, x.device), []).append(i)
+    return list(groups.values())
+
+
+def _total(shapes: Sequence[torch.Size]) -> int:
+    return sum(map(math.prod, shapes))
 
 
 def sizes_along(

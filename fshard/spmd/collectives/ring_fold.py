@@ -15,6 +15,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
+from fshard._torch.autograd_state import unviewed
 from fshard._torch.functorch import is_transformed
 from fshard._torch.modes import DispatchMode
 from fshard._util.dtypes import is_inexact
@@ -25,7 +26,7 @@ from fshard.run.autograd.linear_function import Tensors, is_differentiated
 from fshard.run.transports.base import backward_phase, labelled
 from fshard.run.transports.divergence_report import backward_label
 from fshard.spmd.axis_env import current_tracker, resolve_axes
-from fshard.spmd.collectives.ring import Ring, ring_of, sizes_along
+from fshard.spmd.collectives.ring import Leaves, Ring, ring_of, sizes_along
 from fshard.spmd.tracking.insert_casts import join_operands, replace_tensors
 from fshard.spmd.tracking.torch_effects import Action, OpEffect
 from fshard.spmd.types import States, TypeRule
@@ -108,26 +109,27 @@ def ring_fold(
         found = sizes_along(NAME, "sizes", None, owner, axes, block[0], block[0].shape[dim])
         sizes = found if len({*found}) > 1 else None
     ring = ring_of(NAME, owner, axes, block, dim, sizes)
-    fold, xs = _fold_of(ring, init, step, merge, blocks, operands, pull, True)
+    fold, xs = _fold_of(ring, init, step, merge, blocks, operands, pull, True, True)
     results = run_typed(NAME, axes, fold.run, xs)
     return unflatten(fold.init_tree, results)  # type: ignore[no-any-return]
 
 
 def fold_on(
     ring: Ring, init: Acc, step: Step, merge: Merge, blocks: Block, operands: tuple[Any, ...],
-    pull: Pull | None = None,
+    pull: Pull | None = None, *, reads_result: bool = False,
 ) -> Acc:  # fmt: skip
-    """Fold over the blocks of a ring, without types.
+    """Fold over the blocks of a ring, without types and checks of closures.
 
-    Arguments are those of `ring_fold`; `pull` does not read the result, which is not saved.
+    Arguments are those of `ring_fold`; the result is saved only if `pull` reads it.
     """
-    fold, xs = _fold_of(ring, init, step, merge, blocks, operands, pull, pull is None)
+    reads_result |= pull is None
+    fold, xs = _fold_of(ring, init, step, merge, blocks, operands, pull, reads_result, False)
     return unflatten(fold.init_tree, fold.run(xs))  # type: ignore[no-any-return]
 
 
 def _fold_of(
     ring: Ring, init: Any, step: Step, merge: Merge, blocks: Block, operands: tuple[Any, ...],
-    pull: Pull | None, reads_result: bool,
+    pull: Pull | None, reads_result: bool, checks_closure: bool,
 ) -> tuple[RingFold, Tensors]:  # fmt: skip
     """Return a fold, and the leaves of its arguments."""
     (first, init_tree), (second, block_tree), (others, operand_tree) = map(
@@ -135,7 +137,7 @@ def _fold_of(
     )
     counts = len(first), len(second)
     fold = RingFold(ring, step, merge, pull, init_tree, block_tree, operand_tree, counts,
-                    reads_result)  # fmt: skip
+                    reads_result, checks_closure)  # fmt: skip
     return fold, (*(x.detach() for x in first), *second, *others)
 
 
@@ -170,7 +172,8 @@ class RingFold:
     block_tree: TreeDef
     operand_tree: TreeDef
     counts: tuple[int, int]
-    reads_result: bool = True
+    reads_result: bool
+    checks_closure: bool
 
     def split(self, xs: Sequence[Any]) -> tuple[Tensors, Tensors, Tensors]:
         """Return the leaves of `init`, of the block and of the operands."""
@@ -189,7 +192,9 @@ class RingFold:
         return self.fold(xs, self.ring.launch)
 
     def guarded(self) -> RingFold:
-        """Return the fold with a check of its first step for tensors in its closure."""
+        """Return the fold, its first step checked for tensors in its closure if need be."""
+        if not self.checks_closure:
+            return self
 
         def step(block: Any, index: int, *operands: Any) -> Any:
             if index != self.ring.index:
@@ -269,20 +274,21 @@ class RingFold:
                 torch.zeros_like(block[i]) if of_block[i] is None else of_block[i] for i in needed
             )
 
-        moving = ring.launch(block, -1, 0) if ring.n > 1 else _nothing
+        moving = ring.launch(block, -1, 0) if ring.n > 1 else None
+        returning: Callable[[], Leaves] | None = None
         # The order of the forward pass, reversed, ends with this rank's own block.
-        own = None if self.pull is None else contribution(0, block)
-        returning: Callable[[], Tensors] | None = None
         for k in range(ring.n - 1, 0, -1):
+            assert moving is not None
             arrived = moving()
-            moving = ring.launch(arrived, -1, k) if k > 1 else _nothing
+            moving = ring.launch(arrived, -1, k) if k > 1 else None
             mine = contribution(k, arrived)
             if returning is not None:  # what has arrived is this rank's alone
-                mine = tuple(map(torch.Tensor.add_, returning(), mine))
+                mine = returning().add_(mine)
             returning = ring.launch(mine, -1, k, needed)
-        own = contribution(0, block) if own is None else own
+            del arrived, mine
+        own = contribution(0, block)
         if returning is not None:
-            own = tuple(map(torch.Tensor.add_, returning(), own))
+            own = tuple(map(torch.add, returning(), own))
         of_blocks: list[torch.Tensor | None] = [None] * len(block)
         for i, g in zip(needed, own, strict=True):
             of_blocks[i] = g
@@ -332,10 +338,6 @@ def _attached(ys: Tensors, xs: Sequence[torch.Tensor]) -> Tensors:
         return ys
     total = torch.stack([(x.real if x.is_complex() else x).double() for x in selected]).sum()
     return tuple(y + torch.expm1(total).to(y.dtype) if is_inexact(y) else y for y in ys)
-
-
-def _nothing() -> Tensors:
-    return ()
 
 
 def _leaves(tree: Any, treedef: TreeDef) -> list[Any]:
@@ -393,7 +395,9 @@ class _FoldFunction(torch.autograd.Function):
         saved: list[Any] | None = None if fold.pull is not None else []
         inputs = tuple(x.detach() for x in xs)
         results = fold.guarded().fold(inputs, fold.ring.launch, saved)
-        results = tuple(y.view_as(y) if any(y is x for x in inputs) else y for y in results)
+        results = tuple(
+            y.view_as(y) if any(y is x for x in inputs) else unviewed(y) for y in results
+        )
         ctx.mark_non_differentiable(*(y for y in results if not is_inexact(y)))
         ctx.fold, ctx.label = fold, backward_label()
         ctx.merged = [acc is not None for acc in saved or ()]
