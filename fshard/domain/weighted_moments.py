@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fshard._util.errors import fail
 from fshard.layout.tree import is_pair
-from fshard.ops.rules.reduce.weighted_moments import weighted_moments
+from fshard.ops.rules.reduce.exact_moments import weighted_moments
 from fshard.partition.apply import on_pairs
 
 

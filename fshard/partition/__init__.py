@@ -4,7 +4,7 @@
 - `function_traces`: one traced graph per kind of arguments and state of Python.
 - `python_state`: the state that a function reads beside its arguments.
 - `host_generators`: draws of Python's and NumPy's generators, which are refused.
-- `apply`: one operation on pairs.
+- `apply`: one operation on pairs; `repeated_calls`: its plans, by the layouts of operands.
 - `auto`: the choice of layouts for all arguments; `layout_search/`: its search and its proof.
 - `assignment/`: from a graph to lines with layouts.
 - `ir`: the lines of a partitioned call; `execution/`: their order, and how they run.
