@@ -51,7 +51,7 @@ from fshard.ops.strategy.strategy import Strategy, has_unspecified_results
 from fshard.ops.trace.trace import refuse_autocast
 from fshard.partition.arguments import requires_grad
 from fshard.partition.partition import Partition
-from fshard.partition.repeated_calls import PLANS, RankCall, as_pairs, remember
+from fshard.partition.repeated_calls import PLANS, RepeatedCall, as_pairs, remember
 from fshard.plan.redistribute import redistribute
 from fshard.program.cost.model import Cost
 from fshard.program.cost.topology import Topology
@@ -175,7 +175,7 @@ def _apply(op: Any, mode: str, topology: Topology | None, /, *args: Any, **kwarg
     try:
         refuse_autocast(f"fs.apply({name_of(op)})")
         block = keyed_block_hook.call()
-        repeated = RankCall.of((op, mode, topology), args, kwargs) if block is None else None
+        repeated = RepeatedCall.of((op, mode, topology), args, kwargs) if block is None else None
         if repeated is not None and (plan := PLANS.get(repeated.key)) is not None:
             return plan.run(repeated)
         _refuse_writes(op, kwargs)

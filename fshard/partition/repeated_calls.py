@@ -29,7 +29,7 @@ CONSTANTS = frozenset(
 LISTS = (list, tuple)
 
 
-class RankCall(NamedTuple):
+class RepeatedCall(NamedTuple):
     """Call of an operation on one rank.
 
     Attributes:
@@ -45,7 +45,7 @@ class RankCall(NamedTuple):
     @staticmethod
     def of(
         options: tuple[Any, ...], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> RankCall | None:
+    ) -> RepeatedCall | None:
         """Return the call, None for pairs of all ranks, lists of tensors and transformed tensors.
 
         `options` are the operation and what else decides how it runs.
@@ -81,10 +81,10 @@ class RankCall(NamedTuple):
             hash(key)
         except TypeError:  # of the operation
             return None
-        return RankCall(key, tuple(places), tensors)
+        return RepeatedCall(key, tuple(places), tensors)
 
 
-class RankPlan(NamedTuple):
+class RepeatedPlan(NamedTuple):
     """Plan of calls with one key: the strategy, the programs of operands, and other arguments."""
 
     strategy: Strategy
@@ -92,7 +92,7 @@ class RankPlan(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    def run(self, call: RankCall) -> Any:
+    def run(self, call: RepeatedCall) -> Any:
         """Return the pairs of the results."""
         args, kwargs = [*self.args], {**self.kwargs}
         for place, tensor, program in zip(call.places, call.tensors, self.programs, strict=True):
@@ -105,17 +105,17 @@ class RankPlan(NamedTuple):
         return as_pairs(self.strategy, run_local(self.strategy, rank, args, kwargs))
 
 
-PLANS: BoundedDict[Hashable, RankPlan] = BoundedDict()
+PLANS: BoundedDict[Hashable, RepeatedPlan] = BoundedDict()
 """Plans of the calls of this process, by their keys."""
 
 
 def remember(
-    call: RankCall, strategy: Strategy, args: Sequence[Any], kwargs: Mapping[str, Any]
+    call: RepeatedCall, strategy: Strategy, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
     """Record the strategy of a call, whose tensors are `Sharded` in `args` and `kwargs`."""
     programs = tuple(prog if prog.steps else None for prog in strategy.programs)
     others = tuple(None if isinstance(arg, Sharded) else arg for arg in args)
-    PLANS[call.key] = RankPlan(strategy, programs, others, dict(kwargs))
+    PLANS[call.key] = RepeatedPlan(strategy, programs, others, dict(kwargs))
 
 
 def as_pairs(strategy: Strategy, results: Sequence[Any]) -> Any:
