@@ -395,7 +395,7 @@ class LayoutAssigner:
         """Add an operation: programs for its operands, the operation, a `Pick` per result."""
         refs = [Ref(self.redistributed(tensor, spec, halo)) for tensor, spec, halo in
                 zip(operands, strategy.shard_specs, strategy.in_halos, strict=True)]  # fmt: skip
-        self.assignment.add_moved(*moved_bytes(operands, strategy))
+        self.assignment.moved += moved_bytes(operands, strategy)
         filled = fill_call(args, kwargs, TensorVersions, refs)
         lines, out = self.assignment.lines, self.assignment.new_value()
         single = type(strategy.tree) is int
@@ -467,15 +467,15 @@ class LayoutAssigner:
     ) -> Any:
         """Add an operation by the one of `runs` that redistributes in the least time.
 
-        Unless `by_time`, operands that are kept sharded along axes are first of all gathered, then
-        moved from them as little as possible.
+        Unless `by_time`, operands that are kept sharded along axes are first of all moved from them
+        as little as possible.
         """
-        outcomes: list[tuple[tuple[float, ...], Any, Callable[[], None]]] = []
+        outcomes: list[tuple[tuple[int, float], Any, Callable[[], None]]] = []
         for run in runs:
             restore_before = self.snapshot(operands)
             results = run()
-            after = self.assignment
-            cost = (after.time,) if by_time else (after.gathered, *after.cost)
+            moved, time = self.assignment.moved, self.assignment.time
+            cost = (0 if by_time else moved, time)
             outcomes.append((cost, results, self.snapshot(operands)))
             restore_before()
         _, results, restore = min(outcomes, key=lambda outcome: outcome[0])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from fshard.layout.partition_spec import LINEAR, PartitionSpec
@@ -62,20 +62,28 @@ def kept_axes(operands: Sequence[TensorVersions]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(axis for operand in operands for axis in operand.kept))
 
 
-def moved_bytes(operands: Sequence[TensorVersions], strategy: Strategy) -> tuple[int, int]:
-    """Return the bytes of operands whose dims are not sharded along an axis that is kept any more.
+def moved_bytes(operands: Sequence[TensorVersions], strategy: Strategy) -> int:
+    """Return the bytes of operands whose dim is not sharded any more along an axis that is kept.
 
-    They are counted for each axis: those that the axis does not shard at all, and all.
+    If no other dim is sharded along it either, they are those of all its ranks, with results that
+    all of them compute.
     """
-    rows = zip(operands, strategy.sources, strategy.shard_specs, strict=True)
-    moved = [
-        (src.nbytes, any(axis in others for others in dst.partition.dims))
-        for operand, src, dst in rows
-        for dim, axes in enumerate(src.partition.dims)
-        for axis in axes
-        if axis in operand.kept and axis not in dst.partition.dims[dim]
-    ]
-    return sum(n for n, sharded in moved if not sharded), sum(n for n, _ in moved)
+    moved, gathered = 0, set()
+    for operand, src, dst in zip(operands, strategy.sources, strategy.shard_specs, strict=True):
+        others = {*itertools.chain(*dst.partition.dims)}
+        for axes, after in zip(src.partition.dims, dst.partition.dims, strict=True):
+            axes_moved = [axis for axis in axes if axis in operand.kept and axis not in after]
+            gathered |= {*axes_moved} - others
+            moved += sum(src.nbytes * _copies(src, axis, others) for axis in axes_moved)
+    for spec in filter(None, strategy.out_specs if gathered else ()):
+        others = {*itertools.chain(*spec.partition.dims)}
+        moved += sum(spec.nbytes * _copies(spec, axis, others) for axis in gathered - others)
+    return moved
+
+
+def _copies(spec: Spec, axis: str, sharding: Collection[str]) -> int:
+    """Return the number of ranks along an axis that hold the same values."""
+    return 1 if axis in sharding else spec.mesh.axis_size(axis)
 
 
 def with_dual(spec: Spec) -> Spec:

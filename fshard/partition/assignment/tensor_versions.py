@@ -78,10 +78,9 @@ def _is_sharded(spec: Spec, axis: str) -> bool:
 class Assignment:
     """Lines of a graph, the value ids of its inputs, and the seconds of its redistributions.
 
-    `moved` are bytes of operands that do not stay sharded as they should, `gathered` those that are
-    unsharded along such an axis. `count` is the number of value ids so far. `checkpoints` has for
-    every open checkpointed call the layouts that tensors were redistributed to in it: what uses
-    them after it would keep them.
+    `moved` are bytes of operands that do not stay sharded as they should. `count` is the number of
+    value ids so far. `checkpoints` has for every open checkpointed call
+    the layouts that tensors were redistributed to in it: what uses them after it would keep them.
     `created` are the values that depend on no argument. `launched` are the collectives of arguments
     as of `Arguments`: they are launched together, whatever uses their results.
     """
@@ -90,7 +89,6 @@ class Assignment:
     inputs: list[int] = field(default_factory=list)
     time: float = 0.0
     moved: int = 0
-    gathered: int = 0
     count: int = 0
     checkpoints: list[list[tuple[TensorVersions, Spec | Program]]] = field(default_factory=list)
     created: set[int] = field(default_factory=set)
@@ -105,10 +103,6 @@ class Assignment:
     def cost(self) -> tuple[int, float]:
         """Order of assignments: bytes moved against their layouts, then seconds."""
         return self.moved, self.time
-
-    def add_moved(self, gathered: int, moved: int) -> None:
-        """Add bytes of operands that do not stay sharded as they should."""
-        self.gathered, self.moved = self.gathered + gathered, self.moved + moved
 
     def copy(self) -> Assignment:
         """Return a copy to which lines can be added on trial."""
