@@ -8,20 +8,27 @@ from __future__ import annotations
 import itertools
 import random
 import tracemalloc
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 
+from fshard._util.errors import ShardingError
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
+from fshard.program.steps import Exchange
 
 __all__ = [
     "all_partitions",
     "all_specs",
+    "error_text",
+    "even_and_uneven_specs",
+    "exchange",
     "global_of",
+    "may_exchange",
     "message",
     "one_in",
     "ordered_placements",
@@ -84,6 +91,13 @@ def all_specs(
     ]
 
 
+def even_and_uneven_specs(mesh: Mesh, dtype: torch.dtype = torch.float64) -> list[Spec]:
+    """Return every layout of a 6 x 12 and of a 7 x 5 tensor, which no axis divides."""
+    return all_specs(mesh, (6, 12), dtype=dtype) + all_specs(
+        mesh, (7, 5), ("invariant", "unreduced"), dtype=dtype, uneven="chunk"
+    )
+
+
 def one_in(step: int) -> pytest.MarkDecorator:
     """Parametrize `every`, the stride in which cases are run: `step`, and 1 of the slow test."""
     return pytest.mark.parametrize("every", [step, pytest.param(1, marks=pytest.mark.slow)])
@@ -98,6 +112,29 @@ def sample_pairs(specs: Sequence[Spec], count: int, seed: int = 0) -> list[tuple
 def message(where: str, given: str, rule: str, fix: str) -> str:
     """Return the text of an error with one problem."""
     return f"{where}\n  given: {given}\n  rule:  {rule}\n  fix:   {fix}"
+
+
+def error_text(call: Callable[..., object], *args: Any, **options: Any) -> str:
+    """Return the text of the `ShardingError` that a call raises."""
+    with pytest.raises(ShardingError) as caught:
+        call(*args, **options)
+    return str(caught.value)
+
+
+def exchange(src: Spec, dst: Spec) -> Exchange:
+    """Return the step from any layout to another."""
+    return Exchange(dst.partition, dst.sizes, dst.mesh)
+
+
+def may_exchange(src: Spec, dst: Spec) -> bool:
+    """Return True if an exchange applies: unreduced or sharded before unreduced, and the dual."""
+    p, q = src.partition, dst.partition
+    if src.mesh != dst.mesh:
+        return not p.reduced and not q.unreduced
+    before, after = ({*itertools.chain(*spec.partition.dims)} for spec in (src, dst))
+    gained = {axis for axis, kind in q.unreduced.items() if p.unreduced.get(axis) != kind}
+    lost = {axis for axis, kind in p.reduced.items() if q.reduced.get(axis) != kind}
+    return gained <= before and lost <= after
 
 
 # -- an oracle of slices -------------------------------------------------------------------

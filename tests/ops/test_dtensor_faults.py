@@ -176,9 +176,10 @@ def test_weighted_binary_losses() -> None:
           draw(5, 3), draw(5, 3, seed=1), weight, positive)  # fmt: skip
 
 
-@pytest.mark.parametrize("ignored", [-100, 1])
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("rows", [5, 2])
+@pytest.mark.parametrize(
+    ("rows", "weighted", "ignored"),  # each two values together
+    [(5, True, 1), (5, False, -100), (2, True, -100), (2, False, 1)],
+)
 def test_cross_entropy_with_class_weights_and_ignored_classes(
     rows: int, weighted: bool, ignored: int
 ) -> None:

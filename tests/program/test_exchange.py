@@ -37,6 +37,7 @@ from fshard.program.steps import (
 from fshard.run.autograd.linear_function import _wider
 from tests.helpers import spec_grid, strategies
 from tests.helpers.reference import check, simulate
+from tests.helpers.spec_grid import exchange, may_exchange
 
 STATES = ("sharded", "invariant", "reduced", "unreduced")
 MESHES = [Mesh(x=2, y=2), Mesh(x=2, y=3), Mesh(x=3, y=2)]
@@ -52,21 +53,6 @@ TWO_MESHES = [
     (Mesh(x=2, y=2), Mesh({"x": 3}, devices=range(4, 7))),
     (Mesh(), Mesh({"x": 2, "y": 2}, devices=range(1, 5))),
 ]
-
-
-def exchange(src: Spec, dst: Spec) -> Exchange:
-    return Exchange(dst.partition, dst.sizes, dst.mesh)
-
-
-def allowed(src: Spec, dst: Spec) -> bool:
-    """Return True if an exchange applies: unreduced or sharded before unreduced, and the dual."""
-    p, q = src.partition, dst.partition
-    if src.mesh != dst.mesh:
-        return not p.reduced and not q.unreduced
-    before, after = ({*itertools.chain(*spec.partition.dims)} for spec in (src, dst))
-    gained = {axis for axis, kind in q.unreduced.items() if p.unreduced.get(axis) != kind}
-    lost = {axis for axis, kind in p.reduced.items() if q.reduced.get(axis) != kind}
-    return gained <= before and lost <= after
 
 
 def pairs_on(mesh: Mesh, shape: Sequence[int], uneven: str | None = None) -> Iterator[
@@ -191,7 +177,7 @@ def assert_balanced(src: Spec, dst: Spec) -> None:
 )
 @pytest.mark.parametrize("shape", [(12,), (12, 12)], ids=str)
 def test_laws_of_all_pairs(mesh: Mesh, shape: tuple[int, ...]) -> None:
-    pairs = [pair for pair in pairs_on(mesh, shape) if allowed(*pair)]
+    pairs = [pair for pair in pairs_on(mesh, shape) if may_exchange(*pair)]
     for src, dst in pairs:
         assert_laws(src, dst)
 
@@ -201,7 +187,7 @@ def test_laws_of_all_pairs(mesh: Mesh, shape: tuple[int, ...]) -> None:
 )
 def test_laws_of_all_uneven_pairs(mesh: Mesh, shape: tuple[int, ...]) -> None:
     for src, dst in pairs_on(mesh, shape, "chunk"):
-        if allowed(src, dst):
+        if may_exchange(src, dst):
             assert_laws(src, dst)
 
 
@@ -300,7 +286,7 @@ def test_shards_become_unreduced_and_copies_shards(shape: tuple[int, ...], kind:
         partition = P(*p.partitions, unreduced=states[0], reduced=states[1])
         return Spec(mesh, partition, shape=shape, dtype=dtype, uneven="chunk")
 
-    pairs = [pair for pair in pairs_on(mesh, shape, "chunk") if allowed(*pair)]
+    pairs = [pair for pair in pairs_on(mesh, shape, "chunk") if may_exchange(*pair)]
     for src, dst in [pair for pair in pairs if converted_axes(*pair)][::3]:
         prog = Program(typed(src), (exchange(typed(src), typed(dst)),))
         x = spec_grid.random_locals(prog.src)

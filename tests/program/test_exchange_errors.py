@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 
 import pytest
@@ -12,7 +11,6 @@ from fshard.layout.mesh import Mesh
 from fshard.layout.parsing import parse
 from fshard.layout.partition_spec import PartitionSpec as P
 from fshard.layout.refinement import prime_refinement
-from fshard.layout.spec import Spec
 from fshard.program.infer import infer
 from fshard.program.program import Program
 from fshard.program.steps import (
@@ -25,22 +23,7 @@ from fshard.program.steps import (
     Step,
 )
 from tests.helpers import spec_grid
-
-
-def exchange(src: Spec, dst: Spec) -> Exchange:
-    return Exchange(dst.partition, dst.sizes, dst.mesh)
-
-
-def allowed(src: Spec, dst: Spec) -> bool:
-    """Return True if an exchange applies: unreduced or sharded before unreduced, and the dual."""
-    p, q = src.partition, dst.partition
-    if src.mesh != dst.mesh:
-        return not p.reduced and not q.unreduced
-    before, after = ({*itertools.chain(*spec.partition.dims)} for spec in (src, dst))
-    gained = {axis for axis, kind in q.unreduced.items() if p.unreduced.get(axis) != kind}
-    lost = {axis for axis, kind in p.reduced.items() if q.reduced.get(axis) != kind}
-    return gained <= before and lost <= after
-
+from tests.helpers.spec_grid import exchange, may_exchange
 
 # -- text ---------------------------------------------------------------------------------
 
@@ -205,7 +188,7 @@ def test_infer_accepts_exactly_the_allowed_exchanges() -> None:
     for one, other in [(XY, XY), (XY, Mesh(x=8)), (Mesh(x=8), XY)]:
         for src in spec_grid.all_specs(one, (8,)):
             for dst in spec_grid.all_specs(other, (8,)):
-                if allowed(src, dst):
+                if may_exchange(src, dst):
                     assert infer(exchange(src, dst), src) == dst
                     continue
                 with pytest.raises(ShardingError):

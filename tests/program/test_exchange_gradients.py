@@ -27,23 +27,9 @@ from fshard.program.steps import (
     Step,
 )
 from tests.helpers import spec_grid
+from tests.helpers.spec_grid import exchange, may_exchange
 
 ELSEWHERE = Mesh({"a": 3}, devices=range(1, 4))
-
-
-def exchange(src: Spec, dst: Spec) -> Exchange:
-    return Exchange(dst.partition, dst.sizes, dst.mesh)
-
-
-def allowed(src: Spec, dst: Spec) -> bool:
-    """Return True if an exchange applies: unreduced or sharded before unreduced, and the dual."""
-    p, q = src.partition, dst.partition
-    if src.mesh != dst.mesh:
-        return not p.reduced and not q.unreduced
-    before, after = ({*itertools.chain(*spec.partition.dims)} for spec in (src, dst))
-    gained = {axis for axis, kind in q.unreduced.items() if p.unreduced.get(axis) != kind}
-    lost = {axis for axis, kind in p.reduced.items() if q.reduced.get(axis) != kind}
-    return gained <= before and lost <= after
 
 
 def gradients(prog: Program, seed: int = 0) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -66,7 +52,7 @@ def test_max_exchange_has_the_gradient_of_an_all_reduce(kind: str, other: Mesh) 
     mesh, shape = Mesh(x=2, y=2), (12,)
     before = spec_grid.all_specs(mesh, shape, ("unreduced",), kind=kind, dtype=torch.float64)
     after = spec_grid.all_specs(other, shape, kind=kind, dtype=torch.float64)
-    pairs = [pair for pair in itertools.product(before, after) if allowed(*pair)]
+    pairs = [pair for pair in itertools.product(before, after) if may_exchange(*pair)]
     for src, dst in pairs:
         axes = reduction_axes(src, dst)
         # A tensor embedded in neutral elements has no gradient.

@@ -12,6 +12,7 @@ import re
 import tokenize
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -44,8 +45,13 @@ WORDS = {
 PATTERNS = {better: re.compile(pattern, re.IGNORECASE) for better, pattern in WORDS.items()}
 
 
-def prose(path: Path) -> Iterator[tuple[int, str, str]]:
-    """Yield `(line, kind, text)` of the docstrings, comments and longer strings of a file."""
+@cache
+def prose(path: Path) -> list[tuple[int, str, str]]:
+    """Return `(line, kind, text)` of the docstrings, comments and longer strings of a file."""
+    return list(_prose(path))
+
+
+def _prose(path: Path) -> Iterator[tuple[int, str, str]]:
     if path.suffix == ".ipynb":
         for number, cell in enumerate(json.loads(path.read_text())["cells"]):
             if cell["cell_type"] == "markdown":

@@ -10,16 +10,9 @@ import torch
 
 import fshard as fs
 from fshard import Mesh, P, ShardingError, Spec
-from tests.helpers.spec_grid import all_specs, message, random_locals
+from tests.helpers.spec_grid import even_and_uneven_specs, message, random_locals
 
 MESH = Mesh(x=2, y=3)
-
-
-def layouts(mesh: Mesh, dtype: torch.dtype = torch.float64) -> list[Spec]:
-    """Return every layout of a 6 x 12 and of a 7 x 5 tensor, which no axis divides."""
-    return all_specs(mesh, (6, 12), dtype=dtype) + all_specs(
-        mesh, (7, 5), ("invariant", "unreduced"), dtype=dtype, uneven="chunk"
-    )
 
 
 def test_from_local_infers_sizes() -> None:
@@ -27,7 +20,7 @@ def test_from_local_infers_sizes() -> None:
         Spec(MESH, P(("y", "x")), shape=(9, 2), sizes={0: (3, 0, 1, 5, 0, 0)}, dtype=torch.float64),
         Spec(MESH, P("y", "x"), shape=(9, 2), sizes={0: (0, 0, 9)}, dtype=torch.float64),
     ]
-    for spec in (*layouts(MESH), *more):
+    for spec in (*even_and_uneven_specs(MESH), *more):
         locals_ = random_locals(spec)
         assert fs.from_local(locals_, MESH, spec.partition).spec == spec
         assert fs.from_local(list(locals_), MESH, spec.partition, shape=spec.shape).spec == spec

@@ -13,18 +13,18 @@ import fshard as fs
 from fshard import Mesh, P, ShardingError, Spec
 from fshard.run.transports import base as transport
 from tests.helpers.reference import simulate
-from tests.helpers.spec_grid import all_specs, global_of, pairing, random_global, random_locals
+from tests.helpers.spec_grid import (
+    all_specs,
+    even_and_uneven_specs,
+    global_of,
+    pairing,
+    random_global,
+    random_locals,
+)
 
 MESH = Mesh(x=2, y=3)
 PERMUTED = Mesh({"x": 2, "y": 3}, devices=(4, 1, 5, 0, 2, 3))
 KINDS = ("sum", "avg", "max", "min", "product")
-
-
-def layouts(mesh: Mesh, dtype: torch.dtype = torch.float64) -> list[Spec]:
-    """Return every layout of a 6 x 12 and of a 7 x 5 tensor, which no axis divides."""
-    return all_specs(mesh, (6, 12), dtype=dtype) + all_specs(
-        mesh, (7, 5), ("invariant", "unreduced"), dtype=dtype, uneven="chunk"
-    )
 
 
 # -- shard and unshard -----------------------------------------------------------------
@@ -32,7 +32,7 @@ def layouts(mesh: Mesh, dtype: torch.dtype = torch.float64) -> list[Spec]:
 
 @pytest.mark.parametrize("mesh", [MESH, PERMUTED], ids=str)
 def test_unshard_inverts_shard(mesh: Mesh) -> None:
-    for spec in layouts(mesh):
+    for spec in even_and_uneven_specs(mesh):
         x = random_global(spec.shape, spec.dtype)
         local, of = fs.shard(x, spec)
         assert of is spec
@@ -105,7 +105,7 @@ def test_views_of_the_global_tensor() -> None:
 @pytest.mark.parametrize("mesh", [MESH, PERMUTED], ids=str)
 def test_shard_and_unshard_are_adjoint_to_themselves(mesh: Mesh) -> None:
     """Check <shard x, g> = <x, shard^T g> with the pairing of duals, and so for unshard."""
-    for i, spec in enumerate(layouts(mesh)):
+    for i, spec in enumerate(even_and_uneven_specs(mesh)):
         x = random_global(spec.shape, spec.dtype, i).requires_grad_()
         local = fs.shard(x, spec).local
         cotangents = random_locals(spec.dual, i + 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -24,7 +23,7 @@ from fshard.ops.strategy.axis_roles import (
     factor_sizes,
     roles_of,
 )
-from tests.helpers.spec_grid import message
+from tests.helpers.spec_grid import error_text, message
 
 MESH = Mesh(x=2, y=3)
 
@@ -35,13 +34,6 @@ def call(rule: Rule, *shapes: tuple[int, ...], results: tuple[tuple[int, ...], .
          dtype: torch.dtype = F64) -> OpCall:  # fmt: skip
     operands = tuple(Meta(shape, dtype) for shape in shapes)
     return OpCall("an op", (), {}, operands, tuple(Meta(shape, dtype) for shape in results))
-
-
-def error_text(make: Callable[[], object]) -> str:
-    """Return the text of the error that a call raises."""
-    with pytest.raises(ShardingError) as caught:
-        make()
-    return str(caught.value)
 
 
 # -- texts --------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fshard._util.errors import ShardingError
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec as P
 from fshard.layout.spec import Spec
@@ -24,7 +22,7 @@ from fshard.ops.core.registry import register_rule
 from fshard.ops.propagate.propagate import propagate
 from fshard.plan.redistribute import redistribute
 from tests.helpers.ops.tied_calls import strategy_line, tied_calls
-from tests.helpers.spec_grid import all_partitions
+from tests.helpers.spec_grid import all_partitions, error_text
 
 ROOT = Path(__file__).parent.parent.parent.parent
 MESH = Mesh(dp=2, tp=4)
@@ -33,13 +31,6 @@ aten = torch.ops.aten
 
 def spec(partition: P, *shape: int, mesh: Mesh = MESH, dtype: torch.dtype = torch.float32) -> Spec:
     return Spec(mesh, partition, shape=shape, dtype=dtype)
-
-
-def error_of(make: Callable[[], object]) -> str:
-    """Return the text of the error that a call raises."""
-    with pytest.raises(ShardingError) as caught:
-        make()
-    return str(caught.value)
 
 
 # -- chosen strategies --------------------------------------------------------------------
@@ -222,7 +213,7 @@ def _no_rule(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_an_operation_without_specs() -> None:
-    assert error_of(lambda: propagate(torch.add, 1, 2)) == (
+    assert error_text(lambda: propagate(torch.add, 1, 2)) == (
         "fs.propagate(add)\n"
         "  given: no specs\n"
         "  rule:  a spec stands in the place of every tensor\n"
@@ -232,7 +223,7 @@ def test_an_operation_without_specs() -> None:
 
 def test_specs_on_two_meshes() -> None:
     second = Mesh(dp=4)
-    text = error_of(lambda: propagate(torch.add, spec(P(), 4), spec(P(), 4, mesh=second)))
+    text = error_text(lambda: propagate(torch.add, spec(P(), 4), spec(P(), 4, mesh=second)))
     assert text == (
         "fs.propagate(add)\n"
         f"  given: operands on {MESH} and {second}\n"
@@ -242,7 +233,7 @@ def test_specs_on_two_meshes() -> None:
 
 
 def test_arguments_refused_by_the_operation() -> None:
-    text = error_of(lambda: propagate(aten.mm.default, spec(P(), 4, 3), spec(P(), 4, 3)))
+    text = error_text(lambda: propagate(aten.mm.default, spec(P(), 4, 3), spec(P(), 4, 3)))
     assert text.startswith(
         "fs.propagate(aten.mm.default)\n  given: float32[4, 3], float32[4, 3]\n"
         "  rule:  it must run on tensors of these shapes: "
@@ -255,7 +246,7 @@ def test_operation_without_a_rule() -> None:
     lib.define("ruleless(Tensor x) -> Tensor")
     lib.impl("ruleless", lambda x: x.clone(), "CompositeExplicitAutograd")
     op = torch.ops.fshard_tests.ruleless.default
-    text = error_of(lambda: propagate(op, spec(P("dp"), 4, 3)))
+    text = error_text(lambda: propagate(op, spec(P("dp"), 4, 3)))
     assert text == (
         "fs.propagate(fshard_tests.ruleless.default)\n"
         "  given: [4, 3]\n"
@@ -293,9 +284,9 @@ def test_functions_of_one_operation_have_its_strategy(op: Any, args: Any, result
 
 
 def test_functions_of_several_operations_are_refused() -> None:
-    text = error_of(lambda: propagate(lambda x: x.relu() + 1, X))
+    text = error_text(lambda: propagate(lambda x: x.relu() + 1, X))
     assert "2 operations (relu, add) on 1 spec" in text
-    text = error_of(lambda: propagate(torch.nn.Linear(8, 8), X))
+    text = error_text(lambda: propagate(torch.nn.Linear(8, 8), X))
     assert "1 operation (linear) on 1 spec and 2 tensors of a closure" in text
 
 
@@ -309,7 +300,7 @@ def test_options_of_the_operation_itself_are_its_own() -> None:
 
 
 def test_options_are_ambiguous_for_a_function_of_any_keyword() -> None:
-    text = error_of(lambda: propagate(lambda x, **options: x, X, topology=None))
+    text = error_text(lambda: propagate(lambda x, **options: x, X, topology=None))
     assert "takes any keyword" in text
     assert "fs.on_pairs" in text
 

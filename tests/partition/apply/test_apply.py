@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 
 import fshard as fs
-from fshard._util.errors import ShardingError
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec as P
 from fshard.layout.sharded import Sharded
@@ -21,15 +20,9 @@ from fshard.layout.spec import Spec
 from fshard.ops.propagate.propagate import propagate
 from fshard.partition.apply import apply
 from tests.helpers.ops.apply_cases import MESH, draw, pair_of, rank_local_calls
+from tests.helpers.spec_grid import error_text
 
 aten = torch.ops.aten
-
-
-def error_of(make: Callable[[], object]) -> str:
-    """Return the text of the error that a call raises."""
-    with pytest.raises(ShardingError) as caught:
-        make()
-    return str(caught.value)
 
 
 # -- values -------------------------------------------------------------------------------
@@ -201,7 +194,7 @@ def test_explicit_mode_prefers_a_local_strategy() -> None:
 def test_explicit_mode_lists_the_strategies() -> None:
     pair = pair_of(draw(4, 6), "x", mesh=Mesh(x=2))
     other = pair_of(draw(4, 6), None, "x", mesh=Mesh(x=2))
-    text = error_of(lambda: apply(torch.add, pair, other))
+    text = error_text(lambda: apply(torch.add, pair, other))
     lines = text.splitlines()
     assert lines[0] == "fs.apply(add.Tensor)"
     assert lines[1] == "  given: f64[4@x,6], f64[4,6@x]"
@@ -217,14 +210,14 @@ def test_explicit_mode_lists_the_strategies() -> None:
 
 
 def test_unknown_mode() -> None:
-    assert error_of(lambda: apply(torch.neg, pair_of(draw(4), "x"), mode="implicit")) == (
+    assert error_text(lambda: apply(torch.neg, pair_of(draw(4), "x"), mode="implicit")) == (
         "fs.on_pairs\n  given: mode='implicit'\n  rule:  mode must be 'explicit' or 'auto'\n"
         "  fix:   mode='auto'"
     )
 
 
 def test_no_pairs() -> None:
-    assert error_of(lambda: apply(torch.neg, draw(4))) == (
+    assert error_text(lambda: apply(torch.neg, draw(4))) == (
         "fs.apply(neg)\n  given: no pairs\n"
         "  rule:  at least one argument must be a pair (local, spec)\n"
         "  fix:   fs.shard(tensor, spec) makes one"
@@ -234,7 +227,7 @@ def test_no_pairs() -> None:
 def test_mixed_locals_of_one_rank_and_of_all() -> None:
     pair = pair_of(draw(4), "x")
     first = Sharded(pair.local[0], pair.spec)
-    assert error_of(lambda: apply(torch.add, pair, first)) == (
+    assert error_text(lambda: apply(torch.add, pair, first)) == (
         "fs.apply(add)\n  given: locals of one rank and of all ranks\n"
         "  rule:  all pairs must hold one rank's local, or all the tuple of all shards\n"
         "  fix:   make them the same way"
@@ -359,7 +352,7 @@ def test_option_of_a_function_of_any_keyword_is_refused() -> None:
         return x * options.get("topology", 1.0)
 
     pair = pair_of(draw(4), "x", mesh=Mesh(x=2))
-    text = error_of(lambda: fs.apply(scaled, pair, topology=2.0))
+    text = error_text(lambda: fs.apply(scaled, pair, topology=2.0))
     assert "rule:  scaled takes any keyword" in text
     result = fs.apply(functools.partial(scaled, topology=2.0), pair)
     torch.testing.assert_close(fs.unshard(result), 2 * draw(4))
@@ -367,7 +360,7 @@ def test_option_of_a_function_of_any_keyword_is_refused() -> None:
 
 def test_option_that_is_a_parameter_of_the_operation_points_to_on_pairs() -> None:
     pair = pair_of(draw(*IMAGE), None, None, "x", mesh=Mesh(x=2))
-    text = error_of(lambda: fs.apply(F.pad, pair, (1, 1), mode="auto"))
+    text = error_text(lambda: fs.apply(F.pad, pair, (1, 1), mode="auto"))
     assert text == (
         "fs.apply(pad)\n"
         "  given: mode='auto'\n"
@@ -375,15 +368,15 @@ def test_option_that_is_a_parameter_of_the_operation_points_to_on_pairs() -> Non
         "  fix:   fs.on_pairs(pad, mode='auto')(...)"
     )
     pads = (0, 0, 1, 1)
-    text = error_of(lambda: fs.apply(F.pad, pair, pads, mode="circular"))
+    text = error_text(lambda: fs.apply(F.pad, pair, pads, mode="circular"))
     assert text.splitlines()[-1].startswith('  fix:   fs.on_pairs(pad, mode="auto") runs it')
     result = fs.on_pairs(F.pad, mode="auto")(pair, pads, mode="circular")
     torch.testing.assert_close(fs.unshard(result), F.pad(draw(*IMAGE), pads, mode="circular"))
 
 
 def test_options_of_on_pairs_are_checked_at_once() -> None:
-    assert error_of(lambda: fs.on_pairs(torch.neg, mode="implicit")).startswith("fs.on_pairs\n")
-    assert "topology" in error_of(lambda: fs.on_pairs(torch.neg, topology="node"))  # type: ignore[arg-type]
+    assert error_text(lambda: fs.on_pairs(torch.neg, mode="implicit")).startswith("fs.on_pairs\n")
+    assert "topology" in error_text(lambda: fs.on_pairs(torch.neg, topology="node"))  # type: ignore[arg-type]
 
 
 # -- shapes that depend on values ---------------------------------------------------------------
@@ -420,7 +413,7 @@ def test_shapes_that_depend_on_values_run_on_unsharded_values(op: Any, args: Any
                             strict=True):  # fmt: skip
         assert pair.spec == pair.spec.replace(partition=P())
         assert torch.equal(fs.unshard(pair), tensor)
-    assert "must be unsharded" in error_of(lambda: fs.on_pairs(op)(*pairs))
+    assert "must be unsharded" in error_text(lambda: fs.on_pairs(op)(*pairs))
 
 
 def test_selection_by_mask_has_the_gradient_of_one_device() -> None:
@@ -435,4 +428,6 @@ def test_selection_by_mask_has_the_gradient_of_one_device() -> None:
 
 def test_results_without_a_layout_are_refused_in_partitioned_functions() -> None:
     part = fs.partition(lambda w: torch.embedding_bag(w, *BAGS)[1] + 1, mesh=Mesh(x=2))
-    assert "must have a layout" in error_of(lambda: part(pair_of(draw(6, 4), "x", mesh=Mesh(x=2))))
+    assert "must have a layout" in error_text(
+        lambda: part(pair_of(draw(6, 4), "x", mesh=Mesh(x=2)))
+    )

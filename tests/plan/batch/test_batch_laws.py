@@ -121,6 +121,11 @@ def test_leaves_on_several_meshes() -> None:
         tuple(x.requires_grad_() for x in random_locals(spec, seed))
         for seed, spec in enumerate(batch.src)
     ]
+    check_like_programs(batch, xs)
+
+
+def check_like_programs(batch: Any, xs: list[Any]) -> None:
+    """Check values and gradients against those of each leaf's program, and count launches."""
     flat = [x for shards in xs for x in shards]
 
     def gradients(ys: list[Any]) -> Any:
