@@ -23,13 +23,11 @@ from fshard.layout.mesh import Mesh
 from fshard.layout.tree import TreeDef, flatten, paths, unflatten
 from fshard.plan.batch.coalesce import (
     Launch,
-    LeafSteps,
     Leaves,
     TypedStep,
     buckets,
     cost_ranks,
     launches,
-    rounds,
     typed_step,
 )
 from fshard.program.cost.model import Cost, collective_time, step_link
@@ -163,10 +161,6 @@ class Batch(NotebookView):
     def buckets(self) -> tuple[tuple[int, ...], ...]:
         """Indices of the leaves that are in flight together, in the order in which they start."""
         return buckets(self.leaves, self.bucket_bytes)
-
-    def rounds(self, bucket: tuple[int, ...]) -> tuple[LeafSteps, ...]:
-        """Return the collectives of a bucket, as (leaf, step) indices, that each round launches."""
-        return rounds(self.leaves, bucket)
 
     @property
     def launches(self) -> tuple[Launch, ...]:
