@@ -14,9 +14,9 @@ import torch
 
 from fshard._util.errors import Problem, fail, raise_if
 from fshard.layout.spec import Spec
-from fshard.ops.prng.draw_ops import DRAW_OPS, FLOAT_BITS
+from fshard.ops.prng.draw_ops import DRAW_OPS
 from fshard.ops.trace.trace import check_untraced
-from fshard.random.sampling import DrawTarget, Target
+from fshard.random.sampling import DrawTarget, Target, float_target
 from fshard.run.creation import create_pair
 
 Device = torch.device | str | None
@@ -61,7 +61,7 @@ def trunc_normal(
     >>> fs.random.trunc_normal(fs.random.key(42), (3,), std=0.02, a=-0.04, b=0.04)
     tensor([-0.0005,  0.0089,  0.0056])
     """
-    where, target = "fs.random.trunc_normal", _target(spec, dtype, device)
+    where, target = "fs.random.trunc_normal", float_target(spec, dtype, device)
     problems = target.problems(key)
     if not (_is_positive(std) and math.isfinite(mean) and a < b):
         problems.append(Problem(f"mean={mean}, std={std}, a={a}, b={b}",
@@ -107,7 +107,7 @@ def xavier_uniform(
     tensor([[-0.0247,  0.3939,  0.2547],
             [ 0.1337, -0.1081,  0.1881]])
     """
-    where, target = "fs.random.xavier_uniform", _target(spec, dtype, device)
+    where, target = "fs.random.xavier_uniform", float_target(spec, dtype, device)
     fans = _fans(where, key, target)
     return _draw_uniform(where, key, target, gain * math.sqrt(2.0 / sum(fans)))
 
@@ -137,7 +137,7 @@ def xavier_normal(
     >>> fs.random.xavier_normal(fs.random.key(42), (1, 3))
     tensor([[-0.0200,  0.3303,  0.2091]])
     """
-    where, target = "fs.random.xavier_normal", _target(spec, dtype, device)
+    where, target = "fs.random.xavier_normal", float_target(spec, dtype, device)
     fans = _fans(where, key, target)
     return _draw_normal(where, key, target, gain * math.sqrt(2.0 / sum(fans)))
 
@@ -171,7 +171,7 @@ def kaiming_uniform(
     >>> fs.random.kaiming_uniform(fs.random.key(42), (1, 3), a=math.sqrt(5))
     tensor([[-0.0130,  0.2076,  0.1343]])
     """
-    where, target = "fs.random.kaiming_uniform", _target(spec, dtype, device)
+    where, target = "fs.random.kaiming_uniform", float_target(spec, dtype, device)
     std = _kaiming_std(where, key, target, a, mode, nonlinearity)
     return _draw_uniform(where, key, target, std)
 
@@ -204,7 +204,7 @@ def kaiming_normal(
     >>> fs.random.kaiming_normal(fs.random.key(42), (1, 3), nonlinearity="relu")
     tensor([[-0.0231,  0.3814,  0.2414]])
     """
-    where, target = "fs.random.kaiming_normal", _target(spec, dtype, device)
+    where, target = "fs.random.kaiming_normal", float_target(spec, dtype, device)
     std = _kaiming_std(where, key, target, a, mode, nonlinearity)
     return _draw_normal(where, key, target, std)
 
@@ -274,10 +274,6 @@ def orthogonal(
 
 
 # -- shared -----------------------------------------------------------------------------------
-
-
-def _target(spec: Target, dtype: torch.dtype | None, device: Device) -> DrawTarget:
-    return DrawTarget(spec, dtype, device, FLOAT_BITS, torch.get_default_dtype())
 
 
 def _is_positive(value: object) -> bool:

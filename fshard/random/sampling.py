@@ -73,7 +73,7 @@ def uniform(
     >>> fs.random.uniform(fs.random.key(42), (4,))
     tensor([0.4887, 0.6798, 0.6163, 0.5610])
     """
-    where, target = "fs.random.uniform", _float_target(spec, dtype, device)
+    where, target = "fs.random.uniform", float_target(spec, dtype, device)
     problems, limits = target.problems(key), {"minval": minval, "maxval": maxval}
     shapes = {name: getattr(limit, "shape", ()) for name, limit in limits.items()}
     if any(shapes.values()):
@@ -99,12 +99,9 @@ def normal(
 
     Args:
         key: A key, int64 of shape `(2,)`, from `fs.random.key`, `split` or `fold_in`.
-        spec: An `fs.Spec`, for a pair of that layout; a tensor, for its shape, dtype and device
-            (and its layout in `fs.partition`); or a shape, for a tensor on one device.
-        dtype: float16, bfloat16, float32 or float64; by default that of the spec or tensor, or
-            `torch.get_default_dtype()`.
-        device: Device of the result; by default PyTorch's default device, or the key's device if
-            the key is not on the host.
+        spec: An `fs.Spec`, a tensor, or a shape; as of `uniform`.
+        dtype: As of `uniform`.
+        device: As of `uniform`.
 
     Returns:
         An `fs.Sharded` pair if `spec` is an `fs.Spec`, else a tensor.
@@ -119,7 +116,7 @@ def normal(
     >>> fs.random.normal(fs.random.key(42), (3,))
     tensor([-0.0283,  0.4671,  0.2957])
     """
-    where, target = "fs.random.normal", _float_target(spec, dtype, device)
+    where, target = "fs.random.normal", float_target(spec, dtype, device)
     raise_if(where, target.problems(key))
     return target.draw(where, key, DRAW_OPS.normal)
 
@@ -136,12 +133,9 @@ def exponential(
 
     Args:
         key: A key, int64 of shape `(2,)`, from `fs.random.key`, `split` or `fold_in`.
-        spec: An `fs.Spec`, for a pair of that layout; a tensor, for its shape, dtype and device
-            (and its layout in `fs.partition`); or a shape, for a tensor on one device.
-        dtype: float16, bfloat16, float32 or float64; by default that of the spec or tensor, or
-            `torch.get_default_dtype()`.
-        device: Device of the result; by default PyTorch's default device, or the key's device if
-            the key is not on the host.
+        spec: An `fs.Spec`, a tensor, or a shape; as of `uniform`.
+        dtype: As of `uniform`.
+        device: As of `uniform`.
 
     Returns:
         An `fs.Sharded` pair if `spec` is an `fs.Spec`, else a tensor.
@@ -155,7 +149,7 @@ def exponential(
     >>> fs.random.exponential(fs.random.key(42), (3,))
     tensor([0.6708, 1.1388, 0.9578])
     """
-    where, target = "fs.random.exponential", _float_target(spec, dtype, device)
+    where, target = "fs.random.exponential", float_target(spec, dtype, device)
     raise_if(where, target.problems(key))
     return target.draw(where, key, DRAW_OPS.uniform, 0.0, 1.0, then=lambda u: -torch.log1p(-u))
 
@@ -174,13 +168,11 @@ def randint(
 
     Args:
         key: A key, int64 of shape `(2,)`, from `fs.random.key`, `split` or `fold_in`.
-        spec: An `fs.Spec`, for a pair of that layout; a tensor, for its shape, dtype and device
-            (and its layout in `fs.partition`); or a shape, for a tensor on one device.
+        spec: An `fs.Spec`, a tensor, or a shape; as of `uniform`.
         low: Lower limit, included.
         high: Upper limit, excluded.
         dtype: int8, int16, int32, int64 or uint8; by default that of the spec or tensor, or int64.
-        device: Device of the result; by default PyTorch's default device, or the key's device if
-            the key is not on the host.
+        device: As of `uniform`.
 
     Returns:
         An `fs.Sharded` pair if `spec` is an `fs.Spec`, else a tensor.
@@ -223,11 +215,9 @@ def bernoulli(
 
     Args:
         key: A key, int64 of shape `(2,)`, from `fs.random.key`, `split` or `fold_in`.
-        spec: An `fs.Spec`, for a pair of that layout; a tensor, for its shape, dtype and device
-            (and its layout in `fs.partition`); or a shape, for a tensor on one device.
+        spec: An `fs.Spec`, a tensor, or a shape; as of `uniform`.
         p: Probability of True, from 0 to 1.
-        device: Device of the result; by default PyTorch's default device, or the key's device if
-            the key is not on the host.
+        device: As of `uniform`.
 
     Returns:
         Booleans: an `fs.Sharded` pair if `spec` is an `fs.Spec`, else a tensor.
@@ -264,13 +254,10 @@ def dropout_mask(
 
     Args:
         key: A key, int64 of shape `(2,)`, from `fs.random.key`, `split` or `fold_in`.
-        spec: An `fs.Spec`, for a pair of that layout; a tensor, for its shape, dtype and device
-            (and its layout in `fs.partition`); or a shape, for a tensor on one device.
+        spec: An `fs.Spec`, a tensor, or a shape; as of `uniform`.
         p: Probability of a zero, from 0 to 1.
-        dtype: float16, bfloat16, float32 or float64; by default that of the spec or tensor, or
-            `torch.get_default_dtype()`.
-        device: Device of the result; by default PyTorch's default device, or the key's device if
-            the key is not on the host.
+        dtype: As of `uniform`.
+        device: As of `uniform`.
 
     Returns:
         An `fs.Sharded` pair if `spec` is an `fs.Spec`, else a tensor. `x * mask` has the gradient
@@ -285,7 +272,7 @@ def dropout_mask(
     >>> fs.random.dropout_mask(fs.random.key(42), (4,), 0.5)
     tensor([2., 0., 0., 0.])
     """
-    where, target = "fs.random.dropout_mask", _float_target(spec, dtype, device)
+    where, target = "fs.random.dropout_mask", float_target(spec, dtype, device)
     raise_if(where, target.problems(key) + _rate_problems(p))
     scale = dropout_scale(p)
     return target.draw(where, key, DRAW_OPS.bernoulli, 1.0 - p, then=lambda mask: mask * scale)
@@ -308,11 +295,9 @@ def bits(
 
     Args:
         key: A key, int64 of shape `(2,)`, from `fs.random.key`, `split` or `fold_in`.
-        spec: An `fs.Spec`, for a pair of that layout; a tensor, for its shape, dtype and device
-            (and its layout in `fs.partition`); or a shape, for a tensor on one device.
+        spec: An `fs.Spec`, a tensor, or a shape; as of `uniform`.
         dtype: A signed or unsigned integer dtype; by default that of the spec or tensor, or uint32.
-        device: Device of the result; by default PyTorch's default device, or the key's device if
-            the key is not on the host.
+        device: As of `uniform`.
 
     Returns:
         An `fs.Sharded` pair if `spec` is an `fs.Spec`, else a tensor.
@@ -348,8 +333,7 @@ def permutation(
         key: A key, int64 of shape `(2,)`, from `fs.random.key`, `split` or `fold_in`.
         spec: An `fs.Spec` of one dim of size `n`, or `n`.
         dtype: int32 or int64; by default that of the spec, or int64.
-        device: Device of the result; by default PyTorch's default device, or the key's device if
-            the key is not on the host.
+        device: As of `uniform`.
 
     Returns:
         An `fs.Sharded` pair if `spec` is an `fs.Spec`, else a tensor of shape `(n,)`.
@@ -448,7 +432,8 @@ class DrawTarget:
         return then(op(like, key, shape, [0] * len(shape), shape, *params, **factory))
 
 
-def _float_target(
+def float_target(
     spec: Target, dtype: torch.dtype | None, device: torch.device | str | None
 ) -> DrawTarget:
+    """Return what to draw floating-point numbers for."""
     return DrawTarget(spec, dtype, device, FLOAT_BITS, torch.get_default_dtype())

@@ -51,18 +51,25 @@ class _LocalSlice(LocalRewrite):
         return op, (args[0], self.dim, begin, end, self.step), {}
 
 
-@register_rule("slice.Tensor", "slice_copy.Tensor", "narrow.default", "narrow_copy")
-def slice_rule(call: OpCall) -> Rule:
-    """Rule `ab->ac` of slices, `c` a slice of `b`, by which both may be sharded."""
-    x, result = call.operands[0], call.result
+def _sliced_dims(call: OpCall) -> tuple[int, Dims, Dims, Slice]:
+    """Return the dim of a slice, the factors of the operand, those of the slice, and its factor."""
+    x = call.operands[0]
     names = factor_names(x.ndim + 1)
     dim, dims = wrap_dim(call.get("dim"), x.ndim), tuple((name,) for name in names[:-1])
     indices = slice_range(call, x.shape[dim])
-    local = _LocalSlice(dim, indices.start, indices.step)
-    if result.shape == x.shape:
-        return Rule((dims,), (dims,), modes=all_modes(0), local=local)
     piece = Slice(names[-1], names[dim], indices.start, indices.stop, indices.step)
-    return Rule((dims,), ((*dims[:dim], (piece.name,), *dims[dim + 1 :]),), modes=all_modes(0),
+    return dim, dims, (*dims[:dim], (piece.name,), *dims[dim + 1 :]), piece
+
+
+@register_rule("slice.Tensor", "slice_copy.Tensor", "narrow.default", "narrow_copy")
+def slice_rule(call: OpCall) -> Rule:
+    """Rule `ab->ac` of slices, `c` a slice of `b`, by which both may be sharded."""
+    x = call.operands[0]
+    dim, dims, sliced, piece = _sliced_dims(call)
+    local = _LocalSlice(dim, piece.start, piece.step)
+    if call.result.shape == x.shape:
+        return Rule((dims,), (dims,), modes=all_modes(0), local=local)
+    return Rule((dims,), (sliced,), modes=all_modes(0),
                 local=local, slices=(piece,))  # fmt: skip
 
 
@@ -187,15 +194,12 @@ def _complex_slice_scatter(
 def slice_scatter(call: OpCall) -> Rule:
     """Rule `ab,ac->ab` of `slice_scatter`: the dim may be sharded, and the slice with it."""
     x, src = call.operands
-    names = factor_names(x.ndim + 1)
-    dim, dims = wrap_dim(call.get("dim"), x.ndim), tuple((name,) for name in names[:-1])
-    indices = slice_range(call, x.shape[dim])
-    local = _LocalSliceWrite(dim, indices.start, indices.step)
+    dim, dims, sliced, piece = _sliced_dims(call)
+    local = _LocalSliceWrite(dim, piece.start, piece.step)
     if src.shape == x.shape:
         return Rule((dims, dims), (dims,), modes=all_modes(1), local=_replaced,
                     unread=frozenset({0}))  # fmt: skip
-    piece = Slice(names[-1], names[dim], indices.start, indices.stop, indices.step)
-    return Rule((dims, (*dims[:dim], (piece.name,), *dims[dim + 1 :])), (dims,),
+    return Rule((dims, sliced), (dims,),
                 modes=all_modes(0, 1), local=local, slices=(piece,))  # fmt: skip
 
 
