@@ -32,6 +32,7 @@ HEAT_EQUATION = ROOT / "examples" / "heat_equation.py"
 SHARDED_UNET = ROOT / "examples" / "sharded_unet.py"
 UNET_PICTURE = Path(tempfile.gettempdir()) / f"sharded_unet_{os.getpid()}.png"
 HAS_PHOTOGRAPHS = all(importlib.util.find_spec(name) for name in ("sklearn", "PIL"))
+HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
 PARTITION_LLAMA = ROOT / "examples" / "partition_llama.py"
 TINY = ["--steps", "3", "--batch", "4", "--length", "8", "--width", "16"]
 GRACE_SECONDS = 40
@@ -49,13 +50,17 @@ COMMANDS = {
 }
 if HAS_PHOTOGRAPHS:
     COMMANDS["sharded_unet"] = [str(SHARDED_UNET), "3", "8", str(UNET_PICTURE)]
+if HAS_TRANSFORMERS:
+    COMMANDS["partition_llama"] = [str(PARTITION_LLAMA), "10"]
 RUN_ALL = f"""
-import os, runpy, sys
+import os, runpy, sys, warnings
 sys.path.insert(0, {str(ROOT / "examples")!r})
 for name, argv in {COMMANDS!r}.items():
     if os.environ["RANK"] == "0":
         print(f"[{{name}}]", flush=True)
     sys.argv = argv
+    if name == "partition_llama":  # the last one
+        warnings.simplefilter("ignore")  # of packages that transformers imports
     try:
         runpy.run_path(argv[0], run_name="__main__")
     except SystemExit as end:
@@ -281,17 +286,17 @@ def losses_of_example(out: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"(?:  loss|->) (\d\S+)", out)]
 
 
+@pytest.mark.skipif(not HAS_TRANSFORMERS, reason="the extra `models` is not installed")
 @pytest.mark.timeout(300)
 def test_partition_llama_agrees_with_one_device(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    on_processes: dict[str, str],
 ) -> None:
-    pytest.importorskip("transformers", reason="the extra `models` is not installed")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of packages that transformers imports
         assert load(PARTITION_LLAMA, monkeypatch).main(10) == 0
-    simulated = capsys.readouterr().out
-    launch = [sys.executable, *TORCHRUN, sys.executable, str(PARTITION_LLAMA), "10"]
-    on_ranks, _ = run(launch, 240)
+    simulated, on_ranks = capsys.readouterr().out, on_processes["partition_llama"]
     first, last = losses(simulated)
     assert last < 2.7 < 3.1 < first
     assert losses(on_ranks) == pytest.approx([first, last], rel=0, abs=1e-5)
