@@ -163,8 +163,6 @@ ENDS: dict[str, Row] = {
 GATHER: dict[str, tuple[Row, str]] = {
     "unfold": ((call(F.unfold, 3, padding=1), plane, ()),
                "the columns of a part of each row are no interval of all columns"),
-    "fold": ((call(F.fold, (9, 8), 3, padding=1), lambda: rand(2, 18, 72), ()),
-             "shards of columns are no rows"),
     "max_unpool1d": ((unpooled(1), line, ()), "positions are values of indices"),
     "max_unpool2d": ((unpooled(2), plane, ()), "positions are values of indices"),
     "max_unpool3d": ((unpooled(3), volume, ()), "positions are values of indices"),
@@ -231,6 +229,24 @@ def check_row(name: str, kind: str) -> None:
         names = {*sent(row, kind)}
         if kind != "one dim":  # rows are unfolded by halos
             assert names & {"all_gather", "all_to_all", "exchange"}, reason
+
+
+@pytest.mark.parametrize(
+    ("columns", "moved", "rows"),
+    [((16, 24, 24, 8), 0, 2), ((20, 20, 0, 32), 4, 2), ((0, 72, 0, 0), 0, 0)],
+)
+def test_fold_adds_rows_in_halos(columns: tuple[int, ...], moved: int, rows: int) -> None:
+    """Columns are moved to shards of 9 rows of 8; a rank adds a row to each of its neighbours."""
+    x = rand(2, 18, 72).requires_grad_()
+    spec = Spec(Mesh(h=4), P(None, None, "h"), shape=x.shape, dtype=x.dtype, sizes={2: columns})
+    fold = call(F.fold, (9, 8), 3, padding=1)
+    with fs.comm_log() as log:
+        y = fs.partition(fold, mesh=spec.mesh, in_specs=spec)(fs.shard(x, spec))
+    assert log.bytes.get(("halo_reduce", "h"), 0) == rows * (2 * 2 * 8) * 8
+    assert log.bytes.get(("exchange", "h"), 0) == moved * (2 * 18) * 8
+    expected, cotangent = fold(x), rand(2, 2, 9, 8)
+    values = [(z, *torch.autograd.grad(z, x, cotangent)) for z in (fs.unshard(y), expected)]
+    torch.testing.assert_close(*values, rtol=1e-12, atol=1e-12)
 
 
 NAMES = [*HALO, *EXCHANGE, *REDUCE, *ENDS, *GATHER]
