@@ -94,6 +94,42 @@ def edge_convolution(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.relu(edges @ weight).amax(1)
 
 
+def convolutional_lstm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """Return the hidden states of an LSTM whose gates are convolutions (arXiv 1506.04214)."""
+    hidden = cell = torch.zeros(2, 3, *x.shape[-2:], dtype=x.dtype)
+    states = []
+    for frame in x.unbind(1):
+        gates = F.conv2d(torch.cat([frame, hidden], 1), weight, bias, padding=(2, 1))
+        i, f, o, g = torch.split(gates, 3, 1)
+        cell = f.sigmoid() * cell + i.sigmoid() * g.tanh()
+        hidden = o.sigmoid() * cell.tanh()
+        states.append(hidden)
+    return torch.stack(states, 1)
+
+
+def cellular_automaton(x: torch.Tensor, first: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    """Return the cells after steps of a growing automaton (Mordvintsev et al., Distill, 2020).
+
+    Cells perceive their neighbors by Sobel filters, some of them drawn at random change, and those
+    without a living neighbor die. Channels are last.
+    """
+    sobel = torch.outer(torch.tensor([1.0, 2, 1]), torch.tensor([-1.0, 0, 1])).to(x.dtype) / 8
+    filters = torch.stack([sobel, sobel.mT]).repeat(x.shape[-1], 1, 1).unsqueeze(1)
+
+    def alive(x: torch.Tensor) -> torch.Tensor:
+        return F.max_pool2d(x[:, 3:4], 3, 1, 1) > 0.1
+
+    with fs.random.keyed(fs.random.key(1)):
+        for _ in range(2):
+            planes = x.transpose(1, 3)
+            before = alive(planes)
+            slopes = F.conv2d(planes, filters, padding=1, groups=x.shape[-1]).transpose(1, 3)
+            change = torch.relu(F.linear(torch.cat([x, slopes], -1), first)) @ last
+            planes = (x + change * (torch.rand(*x.shape[:-1], 1) > 0.5)).transpose(1, 3)
+            x = (planes * (before & alive(planes))).transpose(1, 3)
+    return x
+
+
 def indices(n: int, *shape: int) -> torch.Tensor:
     return rand(*shape).mul(100).long().remainder(n)
 
@@ -123,6 +159,16 @@ CASES: dict[str, Case] = {
     "lattice Boltzmann": (
         lattice_boltzmann, GRID, [1 + 0.1 * rand(9, 7, 6)],
         [(P(None, "x", "y"), {1: (5, 2), 2: (2, 4)})], {"halo_exchange"},
+    ),
+    "convolutional LSTM": (
+        convolutional_lstm, LINE, [rand(2, 2, 2, 7, 6), rand(12, 5, 5, 3), rand(12)],
+        [(P(None, None, None, "h"), {3: (1, 5, 1)}), None, None],
+        {"halo_exchange", "halo_reduce", "all_reduce"},
+    ),
+    "cellular automaton": (
+        cellular_automaton, LINE, [rand(1, 9, 4, 5), rand(6, 15), rand(6, 5)],
+        [(P(None, "h"), {1: (3, 0, 6)}), None, None],
+        {"halo_exchange", "halo_reduce", "all_reduce"},
     ),
     "DGCNN": (
         edge_convolution, LINE, [rand(10, 3), rand(6, 5)], [(P("h"), {0: (4, 0, 6)}), None],
