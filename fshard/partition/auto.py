@@ -51,7 +51,9 @@ class Auto(NotebookView):
         in_specs: the layouts of the arguments, in the trees of the arguments.
         partition: the function as `fs.partition` returns it.
         partitioned: its `PartitionedCall` for the example arguments.
-        time: modelled seconds of a step, forward and backward.
+        time: modelled seconds of a step, forward and backward, as the search counts them: gradients
+            take two products for each of the forward pass, and nothing overlaps; with `overlap=`,
+            all collectives of arguments do. `partitioned.roofline()` has the step in its order.
         memory: the predicted peak bytes of a rank over a step, as `partitioned.memory()` says.
         alternatives: the name of an argument, another layout of it, the time with that layout, and
             an estimate of the bytes of a rank; the fastest first.

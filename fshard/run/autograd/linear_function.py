@@ -448,6 +448,7 @@ class _Extreme(torch.autograd.Function):
         return _with_empty_batch(ys, n), (-1,) * len(ys)
 
     @staticmethod
+    @hiding_frames
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         with backward_phase(ctx.label):
             masks, totals, replicate_grad = _ties(ctx)

@@ -18,6 +18,7 @@ import torch
 from fshard._torch.functorch import apply_function, is_transformed
 from fshard._torch.legacy_vmap import is_legacy_batched
 from fshard._torch.memory import temporaries
+from fshard._util.tracebacks import hiding_frames
 from fshard.layout.spec import Spec
 from fshard.plan.batch.coalesce import ALONE_BYTES
 from fshard.run.autograd.linear_function import (
@@ -144,6 +145,7 @@ class _LaunchNode(torch.autograd.Function):
         ctx.flight = inputs[0]
 
     @staticmethod
+    @hiding_frames
     def backward(ctx: Any, _: torch.Tensor) -> Any:
         flight: _Flight = ctx.flight
         finish = flight.finish_backward
@@ -169,6 +171,7 @@ class _WaitNode(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
+    @hiding_frames
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         flight: _Flight = ctx.flight
         flight.launch_backward(grads, temporaries(grads, ALONE_BYTES))

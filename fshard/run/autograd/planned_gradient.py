@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from fshard._torch.autograd_state import UNSAFE_VIEW
 from fshard._torch.functorch import apply_function, primal_of, set_forward_mode
 from fshard._util.errors import fail
+from fshard._util.tracebacks import hiding_frames
 from fshard.program.program import Program
 from fshard.run.transports.base import backward_phase
 from fshard.run.transports.divergence_report import backward_label
@@ -101,6 +102,7 @@ class _Attach(torch.autograd.Function):
         ctx.save_for_forward(*flat)  # a generated vmap rule keeps the batch dims of one list
 
     @staticmethod
+    @hiding_frames
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         run = once_differentiable(_run_backward) if ctx.gradient.once else _run_backward
         gradients = run(ctx, *grads)

@@ -23,6 +23,7 @@ from fshard._torch.legacy_vmap import is_legacy_batched, map_batch_dims
 from fshard._torch.memory import innermost, unaliased_all
 from fshard._torch.modes import without_dispatch_modes
 from fshard._util.dtypes import is_inexact
+from fshard._util.tracebacks import hiding_frames
 from fshard.program.program import Program
 from fshard.run.autograd.linear_function import ProgramGroup, is_differentiated
 from fshard.run.transports.base import backward_phase
@@ -57,6 +58,7 @@ class _Spread(torch.autograd.Function):
         return replicate_shards(x, n), (in_dims[1],) * n
 
     @staticmethod
+    @hiding_frames
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         return None, replicated_value(grads)
 
@@ -88,6 +90,7 @@ class _First(torch.autograd.Function):
         return replicated_value(_batches(info.batch_size, in_dims, xs)), 0
 
     @staticmethod
+    @hiding_frames
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return replicate_shards(grad, ctx.n)
 
@@ -118,6 +121,7 @@ class _Comparison(torch.autograd.Function):
         ctx.n = len(inputs)
 
     @staticmethod
+    @hiding_frames
     def backward(ctx: Any, _: torch.Tensor) -> Any:
         return (None,) * ctx.n
 
@@ -180,6 +184,7 @@ class _Sharding(torch.autograd.Function):
         return ys, (-1,) * len(ys)
 
     @staticmethod
+    @hiding_frames
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         def compare(xs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
             ctx.check(xs)
@@ -213,6 +218,7 @@ class _Unsharding(torch.autograd.Function):
         return unshard_value(batches, ProgramGroup((prog,)).wider(n).progs[0]), -1
 
     @staticmethod
+    @hiding_frames
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         with backward_phase(ctx.label):
             return None, *shard_value(grad, ctx.prog.T)

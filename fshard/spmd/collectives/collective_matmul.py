@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fshard._torch.functorch import is_transformed
 from fshard._util.errors import Problem, fail, raise_if
+from fshard._util.tracebacks import hiding_frames
 from fshard.layout.mesh import Axes, Mesh
 from fshard.run.autograd.linear_function import Tensors, is_differentiated
 from fshard.run.transports.base import backward_phase, labelled
@@ -183,6 +184,7 @@ class _GatherFunction(torch.autograd.Function):
         return results
 
     @staticmethod
+    @hiding_frames
     def backward(ctx: Any, *grads: Tensor) -> Any:
         product, needs = ctx.product, ctx.needs_input_grad[1:]
         xs, blocks = ctx.saved_tensors[: len(needs)], ctx.saved_tensors[len(needs) :]
@@ -332,6 +334,7 @@ class _ScatterFunction(torch.autograd.Function):
         return product.reduced(tuple(x.detach() for x in xs), product.ring.launch)
 
     @staticmethod
+    @hiding_frames
     def backward(ctx: Any, grad: Tensor) -> Any:
         with backward_phase(ctx.label):
             grads = ctx.product.gradients(grad, ctx.saved_tensors, ctx.needs_input_grad[1:])

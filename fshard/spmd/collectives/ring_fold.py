@@ -20,6 +20,7 @@ from fshard._torch.functorch import is_transformed
 from fshard._torch.modes import DispatchMode
 from fshard._util.dtypes import is_inexact
 from fshard._util.errors import fail
+from fshard._util.tracebacks import hiding_frames
 from fshard.layout.mesh import Axes, Mesh
 from fshard.layout.tree import TreeDef, flatten, unflatten
 from fshard.run.autograd.linear_function import Tensors, is_differentiated
@@ -406,6 +407,7 @@ class _FoldFunction(torch.autograd.Function):
         return results
 
     @staticmethod
+    @hiding_frames
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         fold, needs = ctx.fold, ctx.needs_input_grad[1:]
         first, second = len(needs), fold.counts[0]
