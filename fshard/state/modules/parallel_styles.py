@@ -9,6 +9,7 @@ begins and removed when it ends, so that the module is not changed and its code 
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -321,8 +322,8 @@ def style_layouts(
     layouts: dict[str, tuple[PartitionSpec, StyledModule]] = {}
     problems = []
     for item in styled:
-        for x in item.module.parameters(recurse=False) if item.style.weight else ():
-            p, name = _partition(item.module, item.style, x.ndim), names[id(x)]
+        for x, p in _partitions(item.module, item.style) if item.style.weight else ():
+            name = names[id(x)]
             other, first = layouts.setdefault(name, (p, item))
             if other != p:
                 problems.append(Problem(
@@ -331,6 +332,26 @@ def style_layouts(
                     "rowwise for the embedding, colwise for the layer of logits"))  # fmt: skip
     raise_if(where, problems)
     return {name: p for name, (p, _) in layouts.items()}
+
+
+def _partitions(
+    module: torch.nn.Module, style: Style
+) -> Iterator[tuple[torch.Tensor, PartitionSpec]]:
+    """Yield the parameters of a layer, and the partition of each.
+
+    A weight of `torch.nn.utils.parametrize` is computed from parameters: those that have its size
+    in the dim that is sharded are sharded as it is, such as the originals and one factor of LoRA.
+    """
+    for x in module.parameters(recurse=False):
+        yield x, _partition(module, style, x.ndim)
+    for parametrized in getattr(module, "parametrizations", {}).values():
+        shape = max((x.shape for x in parametrized.parameters(recurse=False)), key=math.prod)
+        p = _partition(module, style, len(shape))
+        for x in parametrized.parameters():
+            fits = x.ndim == len(shape) and all(
+                not names or x.shape[d] == shape[d] for d, names in enumerate(p.dims)
+            )
+            yield x, p if fits else PartitionSpec()
 
 
 def _partition(module: torch.nn.Module, style: Style, ndim: int) -> PartitionSpec:
