@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -86,18 +86,21 @@ class DistributedModule:
         refuse_attribute(self.module, name)
 
     def __call__(
-        self, params: Tensors, buffers: Tensors, /, *args: Any, **kwargs: Any
+        self, params: Tensors, buffers: Tensors | None = None, /, *args: Any, **kwargs: Any
     ) -> tuple[Any, Tensors]:
         """Run the module on a state; nothing is written to the state or to the module.
 
         Args:
             params: pairs in the layouts of `self.params`, or global tensors.
-            buffers: pairs in the layouts of `self.buffers`, or global tensors.
+            buffers: pairs in the layouts of `self.buffers`, or global tensors; never None.
             *args: arguments of the module: pairs or global tensors.
             **kwargs: arguments by name.
 
         Returns:
             `(output, new_buffers)`: pairs if any argument is one.
+
+        Raises:
+            ShardingError: the state is missing, or the module cannot be traced on these arguments.
         """
         return self._run(None, params, buffers, *args, **kwargs)
 
@@ -119,8 +122,11 @@ class DistributedModule:
         return partial(self._run, key)
 
     def _run(
-        self, key: torch.Tensor | None, params: Tensors, buffers: Tensors, *args: Any, **kwargs: Any
-    ) -> tuple[Any, Tensors]:
+        self, key: torch.Tensor | None, params: Tensors, buffers: Tensors | None = None,
+        *args: Any, **kwargs: Any,
+    ) -> tuple[Any, Tensors]:  # fmt: skip
+        if not isinstance(params, Mapping) or not isinstance(buffers, Mapping):
+            refuse_attribute(self.module, "forward")
         result: tuple[Any, Tensors] = self.partition((params, buffers, key), *args, **kwargs)
         return result
 

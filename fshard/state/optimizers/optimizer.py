@@ -47,7 +47,8 @@ class Optimizer:
     The state is a dict of trees like that of the parameters, with pairs as leaves, and `step`, the
     number of updates. The layout in which the update is computed and the state is kept is that of
     the parameters or `specs`: ZeRO is a choice of layouts (see `fs.state.zero_specs`). Updates have
-    no gradient.
+    no gradient. Parameters with other options, as no weight decay, are a tree of their own with an
+    optimizer of their own.
 
     Attributes:
         name: the function that made it.
@@ -115,12 +116,17 @@ class Optimizer:
         _check_pairs(where, params, leaves, Sharded)
         specs = [*map(spec_of, leaves)]
         layouts = self._layouts(where, params, specs)
+        expected = _slot_names(self.slots, layouts[0])
+        if state.keys() != expected:
+            fail(where, f"a state of {', '.join(sorted(state))}",
+                 f"the state must be one of this optimizer, of {', '.join(sorted(expected))}",
+                 "state = optimizer.init(params)")  # fmt: skip
         columns = {
             name: flatten_up_to(treedef, params, tree, ("params", f"state[{name!r}]"), where)
             for name, tree in state.items() if name != "step"
         }  # fmt: skip
         gradients = flatten_up_to(treedef, params, grads, ("params", "grads"), where)
-        _check_pairs(where, params, gradients, Sharded)
+        _check_pairs(where, params, gradients, Sharded, " of grads")
         with torch.no_grad():
             gradients = reshard_pairs(gradients, layouts)
             working = reshard_pairs(leaves, layouts)
@@ -197,7 +203,15 @@ def _owned(pairs: Sequence[Any], *, donate: bool) -> list[Any]:
     return [None if pair is None else next(written) for pair in pairs]
 
 
-def _check_pairs(where: str, tree: Any, leaves: Sequence[Any], kind: type) -> None:
+@lru_cache(maxsize=CACHE_SIZE)
+def _slot_names(slots: Callable[[Spec], Mapping[str, Any]], spec: Spec) -> frozenset[str]:
+    """Return the keys of the state of an optimizer."""
+    return frozenset(("step", *slots(spec)))
+
+
+def _check_pairs(
+    where: str, tree: Any, leaves: Sequence[Any], kind: type, of_tree: str = ""
+) -> None:
     """Raise `ShardingError` for leaves that are not pairs (or specs)."""
     if {*map(type, leaves)} == {kind}:
         return  # without the names of the leaves
@@ -205,8 +219,10 @@ def _check_pairs(where: str, tree: Any, leaves: Sequence[Any], kind: type) -> No
         fail(where, "a tree without leaves", "there must be parameters",
              "fs.state.tree_shard(tree, specs, mesh=mesh) of a tree with tensors")  # fmt: skip
     raise_if(where, [
-        Problem(f"{name}: {type(leaf).__name__}", "every leaf must be a pair (local, spec)",
-                "fs.state.tree_shard(tree, specs, mesh=mesh)")
+        Problem(f"{name}{of_tree}: {type(leaf).__name__}",
+                "every leaf must be a pair (local, spec)",
+                f"params, grads and a state without {name}, which then stays as it is"
+                if leaf is None else "fs.state.tree_shard(tree, specs, mesh=mesh)")
         for name, leaf in zip(leaf_names(tree), leaves, strict=True)
         if not isinstance(leaf, kind)
     ])  # fmt: skip

@@ -102,6 +102,18 @@ def test_attributes_of_modules_name_the_functional_code(name: str) -> None:
     assert len([*(value() if callable(value) else value)]) == FIXES[name]
 
 
+def test_calls_without_the_state_name_the_functional_code() -> None:
+    distributed = fs.state.distribute_module(nn.Linear(4, 4), MESH)
+    x: Any = noise(2, 4).float()
+    for call in (distributed, distributed.keyed(fs.random.key(0))):
+        for args in ((x,), (x, x), (distributed.params, x)):
+            with pytest.raises(
+                fs.ShardingError,
+                match=r"distributed\(distributed\.params, distributed\.buffers, \.\.\.\)",
+            ):
+                call(*args)
+
+
 @pytest.mark.parametrize("name", ["load_state_dict", "to", "double", "zero_grad"])
 def test_methods_that_change_a_module_are_refused(name: str) -> None:
     distributed = fs.state.distribute_module(nn.Linear(4, 4), MESH)

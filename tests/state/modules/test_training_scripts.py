@@ -47,7 +47,7 @@ def loss_of(distributed: fs.state.DistributedModule) -> Callable[..., Any]:
 
 
 def test_nanogpt_decays_matrices_alone_clips_accumulates_and_follows_a_schedule() -> None:
-    """Groups of parameters are optimizers of parts of the tree; a rate is a function of the step."""
+    """Groups of parameters are optimizers of parts of the tree; a rate may be a function."""
     model, xs, losses = mlp(), batches(6), list[float]()
     distributed = fs.state.distribute_module(model, MESH, **TP, fsdp="dp")
     groups = [
@@ -71,7 +71,10 @@ def test_nanogpt_decays_matrices_alone_clips_accumulates_and_follows_a_schedule(
         one_device.zero_grad(set_to_none=True)
         losses.append(loss.item())
 
-    params, grad_of = distributed.params, fs.state.value_and_grad(loss_of(distributed), has_aux=True)
+    params, grad_of = (
+        distributed.params,
+        fs.state.value_and_grad(loss_of(distributed), has_aux=True),
+    )
 
     def parts(tree: Any) -> list[Any]:
         return [{n: x for n, x in tree.items() if (len(params[n].shape) >= 2) == decays}

@@ -61,3 +61,12 @@ def test_rates_may_be_functions() -> None:
 def test_trees_without_parameters_are_refused() -> None:
     with pytest.raises(fs.ShardingError, match="there must be parameters"):
         fs.state.adamw(0.1).init({})
+
+
+def test_states_and_gradients_of_others_are_refused() -> None:
+    params = S.tree_shard({"w": torch.ones(4), "b": torch.ones(2)}, fs.P("x"), mesh=fs.Mesh(x=2))
+    adamw, sgd = S.adamw(0.1), S.sgd(0.1)
+    with pytest.raises(fs.ShardingError, match=r"a state of step(.|\n)*mean, square, step"):
+        adamw.update(params, sgd.init(params), params)
+    with pytest.raises(fs.ShardingError, match=r"b of grads: NoneType(.|\n)*a state without b"):
+        adamw.update({**params, "b": None}, adamw.init(params), params)
