@@ -8,6 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.nn.modules._functions import BackwardHookFunction
 
 SET_GRAD_ENABLED = torch._C._set_grad_enabled
@@ -51,6 +52,20 @@ def library_operation(node: Any) -> str | None:
     return name[len(_GENERATED) : -len("Backward")] if name.startswith(_GENERATED) else None
 
 
+def has_unequal_orders(node: Any) -> str | None:
+    """Return the name of a function whose gradient of a tangent may be another second derivative.
+
+    Such are custom functions, of which both are independent, and those of PyTorch whose tangent is
+    computed from saved results that it takes as constants: norms, determinants, solvers.
+    """
+    if isinstance(node, BackwardCFunction):
+        function = type(node)._forward_cls  # type: ignore[attr-defined]
+        return None if function.__module__.startswith("fshard.") else function.__name__
+    name = type(node).__name__
+    return name.removesuffix("Backward0") if name.startswith(_CONSTANT_RESULTS) else None
+
+
+_CONSTANT_RESULTS = "Native", "BatchNorm", "Cudnn", "Miopen", "Linalg", "Cholesky", "Lu"
 _GENERATED = "GeneratedBackwardFor_"
 GRAD_FN: Any = torch.Tensor.grad_fn.__get__  # type: ignore[union-attr]
 """The function that a function mode sees where `x.grad_fn` is read."""

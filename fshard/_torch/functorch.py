@@ -274,6 +274,15 @@ def make_duals(ys: Sequence[Any], tangents: Sequence[Any]) -> Any:
     )
 
 
+def unpack_duals(
+    ys: Sequence[torch.Tensor],
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """Return values and their tangents at the innermost level, zeros for those without."""
+    pairs = [forward_ad.unpack_dual(y) for y in ys]
+    zeros = [torch.zeros_like(y) if t is None else t for y, t in pairs]
+    return tuple([y for y, _ in pairs]), tuple(zeros)
+
+
 def _duals_below(
     duals: Callable[..., Any],
     level: int,
@@ -299,6 +308,8 @@ def run_with_tangents(
     fn: Callable[..., tuple[torch.Tensor, ...]],
     primals: Sequence[torch.Tensor],
     tangents: Sequence[torch.Tensor | None],
+    *,
+    within_jvp: bool = False,
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
     """Return `fn(*primals)` and the tangents of its results, in forward mode.
 
@@ -309,6 +320,8 @@ def run_with_tangents(
         fn: a function that returns a tuple of tensors.
         primals: its arguments.
         tangents: tangents of the arguments, None without.
+        within_jvp: whether to use the open level of a `torch.func.jvp`, too, whose tensors must not
+            be among those of `fn`. Tangents then stay in the graph of `fn` until that level ends.
     """
 
     def run(*duals: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -318,12 +331,9 @@ def run_with_tangents(
         )
 
     pairs = [(x, t) for x, t in zip(primals, tangents, strict=True) if t is not None]
-    if forward_ad._current_level >= 0 and eager_transforms.JVP_NESTING == 0:
+    if forward_ad._current_level >= 0 and (within_jvp or eager_transforms.JVP_NESTING == 0):
         with set_forward_mode(True):
-            ys = run(*(forward_ad.make_dual(x, t) for x, t in pairs))
-            outputs = [forward_ad.unpack_dual(y) for y in ys]
-        zeros = [torch.zeros_like(y) if t is None else t for y, t in outputs]
-        return tuple([y for y, _ in outputs]), tuple(zeros)
+            return unpack_duals(run(*(forward_ad.make_dual(x, t) for x, t in pairs)))
     ys, ts, *_ = torch.func.jvp(run, tuple([x for x, _ in pairs]), tuple([t for _, t in pairs]))
     return ys, ts
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fshard._torch.autograd_state import HOOKED_MODULE, library_operation, nodes_behind
-from fshard._torch.functorch import run_with_tangents
+from fshard._torch.functorch import has_tangent, run_with_tangents, transforms_active
 from fshard._torch.memory import own_memory
 from fshard._util.dtypes import is_inexact
 from fshard._util.errors import fail
@@ -78,6 +78,11 @@ class RankCall(ABC):
 
     @property
     @abstractmethod
+    def keeps_tangents(self) -> bool:
+        """True if the graphs keep the tangents of values, until their level ends."""
+
+    @property
+    @abstractmethod
     def root(self) -> RecordedCall:
         """The recorded call that it is derived from, or is."""
 
@@ -125,6 +130,9 @@ class RecordedCall(RankCall):
         forward: the call under those levels of forward mode that it has run at.
         primal: until it has run, the call of the first inputs and outputs, whose tangents are the
             last ones.
+        columns: indices of the inputs of `primal` that have a tangent.
+        has_inner: True if gradients within the level of the tangents may be taken.
+        add_tangents: function from another call of the first inputs to one with these tangents.
         level: the innermost `grad` or `jvp` that runs at the call, 0 without one.
         hooks: gradient hooks in the function, shared by the calls on batches and tangents.
         transformed: True under a transform of `torch.func`; no tensor then repeats its memory.
@@ -140,6 +148,9 @@ class RecordedCall(RankCall):
     batches: dict[int, Batches] = field(default_factory=dict)
     forward: dict[int, Duals] = field(default_factory=dict)
     primal: RecordedCall | None = None
+    columns: Sequence[int] = ()
+    has_inner: bool = False
+    add_tangents: Callable[[RecordedCall], RecordedCall] | None = None
     level: int = 0
     hooks: list[GradientHook] = field(default_factory=list)
     transformed: bool = False
@@ -149,6 +160,15 @@ class RecordedCall(RankCall):
     def root(self) -> RecordedCall:
         """The call itself."""
         return self
+
+    @property
+    def keeps_tangents(self) -> bool:
+        """True if its tangents are of the outermost level of a rank, and gradients are within."""
+        return (
+            self.has_inner
+            and not self.forward
+            and all(batches.call.keeps_tangents for batches in self.batches.values())
+        )
 
     def run(self, rows: Sequence[Locals], *, record: bool) -> list[Locals]:
         """Run the function on every rank."""
@@ -179,6 +199,13 @@ class RecordedCall(RankCall):
         assert self.graphs is not None
         return self.graphs[index]
 
+    def any_graphs(self) -> Sequence[Graph]:
+        """Return its graphs, or those of its run on batches or with tangents."""
+        if self.graphs is not None:
+            return self.graphs
+        calls = *(b.call for b in self.batches.values()), *(d.call for d in self.forward.values())
+        return next((graphs for call in calls if (graphs := call.root.any_graphs())), ())
+
     def check_level(self, level: int) -> None:
         """Raise `ShardingError` for hooks that a gradient of a level must not reach."""
         if level == self.level:
@@ -200,12 +227,14 @@ class RecordedCall(RankCall):
         """Return the function under `vmap`.
 
         Inputs that are differentiated inside of the level have a gradient for each element, and so
-        need a batch.
+        need a batch. Tangents are added to the batches: their level is the outermost of a rank.
         """
         inputs = tuple(
             0 if dim is not None or (inner is not None and inner > level) else None
             for dim, inner in zip(dims, self.levels, strict=True)
         )
+        if self.primal is not None:
+            return self._primal_batched(level, size, inputs, randomness)
 
         has_inner = any(inner is not None and inner > level for inner in self.levels)
         element = self.function
@@ -216,18 +245,22 @@ class RecordedCall(RankCall):
                 ys: Locals = one(*xs)
             return ys
 
-        return self._at_level(level, inputs, function)
+        call = replace(self, function=function, batches={}, forward={})
+        self.batches[level] = Batches(call, inputs)
+        return self.batches[level]
 
-    def _at_level(
-        self, level: int, inputs: tuple[int | None, ...], function: RankFunction
+    def _primal_batched(
+        self, level: int, size: int, dims: Sequence[int | None], randomness: str
     ) -> Batches:
-        """Return the call on batches; the call on the primal inputs is recorded within it."""
-        call, primal = replace(self, function=function, batches={}, forward={}), None
-        if self.primal is not None:
-            width = len(self.primal.levels)
-            primal = self.primal._at_level(level, inputs[:width], self.primal.function)
-            call.primal = primal.call.root
-        self.batches[level] = Batches(call, inputs, primal=primal)
+        """Return the call with tangents of the batched call without."""
+        assert self.primal is not None
+        assert self.add_tangents is not None
+        width = len(self.primal.levels)
+        of_tangents = dict(zip(self.columns, dims[width:], strict=True))
+        both = [of_tangents.get(i) if dim is None else dim for i, dim in enumerate(dims[:width])]
+        primal = self.primal.batched(level, size, both, randomness)
+        inputs = (*primal.inputs, *(primal.inputs[i] for i in self.columns))
+        self.batches[level] = Batches(self.add_tangents(primal.call.root), inputs, primal=primal)
         return self.batches[level]
 
     def duals(self, level: int, width: int) -> Duals | None:
@@ -248,12 +281,21 @@ class RecordedCall(RankCall):
         primal, width = self.function, len(self.levels)
         inputs = (*range(width), *(width + i for i in columns))
 
+        def add_tangents(call: RecordedCall) -> RecordedCall:
+            return call.with_tangents(level, columns, levels, has_inner=has_inner)
+
         def function(rank: int, xs: Locals) -> Locals:
             tangents: list[torch.Tensor | None] = [None] * width
             for index, tangent in zip(columns, xs[width:], strict=True):
                 tangents[index] = tangent
+            is_outermost = not (transforms_active() or any(map(has_tangent, xs)))
             with gradients_within() if has_inner else nullcontext():
-                ys, ts = run_with_tangents(lambda *xs: primal(rank, xs), xs[:width], tangents)
+                ys, ts = run_with_tangents(
+                    lambda *xs: primal(rank, xs),
+                    xs[:width],
+                    tangents,
+                    within_jvp=has_inner and is_outermost,  # derivatives of gradients need them
+                )
             return ys + ts
 
         # The graphs show which operations on tangents have none.
@@ -262,8 +304,9 @@ class RecordedCall(RankCall):
             for i, known in enumerate(levels)
         ]
         call = replace(
-            self, function=function, levels=tuple(tracked), batches={}, forward={}, primal=self
-        )
+            self, function=function, levels=tuple(tracked), batches={}, forward={},
+            primal=self, columns=columns, has_inner=has_inner, add_tangents=add_tangents,
+        )  # fmt: skip
         self.forward[level] = Duals(call, inputs)
         return call
 

@@ -80,12 +80,18 @@ def shard_map(
 
     `torch.func` transforms a mapped function and functions in the body. Forward mode runs the body
     with tangents beside values; gradients, and derivatives of them, replay what the body recorded,
-    so Python state that has changed is not read again. In a simulation hooks in the body see the
-    gradient of their rank, and in a second derivative its terms one by one: those of modules
-    (`register_full_backward_hook`) are refused there, and hooks in a `vmap` of gradients. PyTorch
-    calls a hook at the innermost level of `torch.func` alone: gradients of other levels are refused
-    in a body with hooks. Refused too is a `torch.library` operation in forward mode, to which
-    PyTorch gives no tangent.
+    so Python state that has changed is not read again. A tangent of a gradient is the derivative of
+    what the backward pass computes, as in PyTorch. In a simulation two tangents of a gradient are
+    refused for operations of which PyTorch has other gradients of tangents: custom functions,
+    norms, determinants and solvers. So are, with gradients within a tangent, gradients of it
+    through softmax, `logsumexp` and norms, whose tangents PyTorch computes in place. PyTorch calls
+    the `jvp` of a custom function without tangents: a `jvp` or `jacfwd` around another loses those
+    of what it uses, here as on one device; `jvp(grad(f))` does not. In a simulation hooks in the
+    body see the gradient of their rank, and in a second derivative its terms one by one: those of
+    modules (`register_full_backward_hook`) are refused there, and hooks in a `vmap` of gradients.
+    PyTorch calls a hook at the innermost level of `torch.func` alone: gradients of other levels are
+    refused in a body with hooks. Refused too is a `torch.library` operation in forward mode, to
+    which PyTorch gives no tangent.
 
     In the body of another `shard_map` further axes of the same mesh are mapped. An argument is then
     a value that this rank holds unsharded; it is sharded among the ranks that differ in the further

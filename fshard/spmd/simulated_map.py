@@ -240,9 +240,10 @@ class _RankNode(torch.autograd.Function):
         if level == 0:
             saved = tuple(map(primal_of, saved))
         rows = map(operator.add, _split_rows(saved, size), _split_rows(tangents, size))
-        duals = call.duals(level, len(saved) // size)
+        width = len(saved) // size
+        duals = call.duals(level, width)
         if duals is None:
-            return tuple(chain.from_iterable(_apply(Jvp(call, len(saved) // size), list(rows))))
+            return tuple(chain.from_iterable(_apply(Jvp(call, width, range(width)), list(rows))))
         results = _apply(duals.call, [tuple([xs[i] for i in duals.inputs]) for xs in rows])
         return tuple([t for ys in results for t in ys[len(ys) // 2 :]])
 

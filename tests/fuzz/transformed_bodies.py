@@ -23,7 +23,7 @@ from torch.func import (
     vmap,
 )
 
-from fshard import Mesh
+from fshard import Mesh, ShardingError
 from tests.fuzz.mapped_bodies import MappedCase
 
 __all__ = ["TRANSFORMS", "TransformedCase"]
@@ -132,7 +132,13 @@ class TransformedCase(MappedCase):
     def run(self) -> None:
         """Compare with one device."""
         expected = self.transformed(self.dense)
-        torch.testing.assert_close(self.transformed(self.mapped), expected, rtol=1e-10, atol=1e-10)
+        try:
+            actual = self.transformed(self.mapped)
+        except ShardingError as error:  # refused by name, for operations like softmax
+            if "a gradient of a tangent of a mapped function" not in str(error):
+                raise
+            return
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
     def __str__(self) -> str:
         composed = " of ".join(reversed(self.transforms))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad, graph
-from torch.func import grad, jacrev, jvp, vjp, vmap
+from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap
 
 import fshard as fs
 from fshard import Mesh, P
@@ -306,6 +306,24 @@ def test_custom_functions_have_derivatives_of_several_levels(name: str) -> None:
         reference = run(fn, X)
         for f in (part, rowwise(fn), rowwise(fn, False)):
             close(run(f, X), reference)
+
+
+NESTED_TANGENTS: tuple[Callable[[Any, Tensor], Any], ...] = (
+    lambda f, x: jvp(lambda x: jvp(f, (x,), (x.cos(),))[1], (x,), (x.sin(),)),
+    lambda f, x: jacfwd(jacfwd(f))(x),
+    lambda f, x: jvp(vmap(lambda x: jvp(f, (x,), (x,))[1]), (BATCHED,), (BATCHED.cos(),)),
+    lambda f, x: grad(lambda x: jvp(lambda x: jvp(f, (x,), (x,))[1], (x,), (x,))[1].sum())(x),
+    lambda f, x: jvp(grad(lambda x: jvp(f, (x,), (x,))[1].sum()), (x,), (x.cos(),)),
+)
+
+
+@pytest.mark.parametrize("name", CUSTOM)
+def test_nested_tangents_of_custom_functions_are_those_of_one_device(name: str) -> None:
+    fn = CUSTOM[name]
+    for run in NESTED_TANGENTS:
+        reference = run(fn, X[:2])
+        for check in (True, False):
+            close(run(rowwise(fn, check), X[:2]), reference)
 
 
 # -- around the call ------------------------------------------------------------------------------

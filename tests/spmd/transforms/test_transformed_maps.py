@@ -284,6 +284,96 @@ def test_constants_of_gradients_have_tangents(transform: str, check: bool) -> No
         close(run(mapped, x), run(dense, x))
 
 
+def rows_of(x: Tensor) -> Tensor:
+    return torch.stack([x, x.sin(), x * x], -1)
+
+
+def normalized(x: Tensor) -> Tensor:
+    return torch.nn.functional.layer_norm(rows_of(x), (3,)).prod(-1)
+
+
+def determinant(x: Tensor) -> Tensor:
+    rows = rows_of(x)
+    return torch.linalg.slogdet(rows[:, :, None] * rows[:, None] + torch.eye(3, dtype=x.dtype))[1]
+
+
+class Unsymmetric(torch.autograd.Function):
+    """Function whose gradient is not that of any function."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, y: Tensor) -> Tensor:
+        return x * y
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, y = ctx.saved_tensors
+        return 3 * grads[0] * y, 2 * grads[0] * x
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        x, y = ctx.saved_tensors
+        return 3 * tangents[0] * y + 2 * tangents[1] * x
+
+
+def unsymmetric(x: Tensor) -> Tensor:
+    y: Tensor = Unsymmetric.apply(x * x, x.sin())
+    return y
+
+
+TWO_TANGENTS = "jacfwd of hessian", "jvp of jvp of grad"
+
+
+@pytest.mark.parametrize("transform", OVER_GRADIENTS)
+def test_tangents_of_gradients_are_derivatives_of_the_backward_pass(transform: str) -> None:
+    """The gradient of a tangent is another one here, in PyTorch too."""
+    x, run = torch.linspace(0.5, 2.0, 4, dtype=torch.float64), OVER_GRADIENTS[transform]
+    for body in (normalized, determinant, unsymmetric):
+        mapped = fs.shard_map(body, mesh=MESH, in_specs=P("x"), out_specs=P("x"))
+        if transform in TWO_TANGENTS:
+            with pytest.raises(ShardingError, match="the same function in elementary operations"):
+                run(mapped, x)
+        else:
+            close(run(mapped, x), run(body, x))
+
+
+def normalized_by_hand(x: Tensor) -> Tensor:
+    centred = rows_of(x) - rows_of(x).mean(-1, keepdim=True)
+    return (centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()).prod(-1)
+
+
+def probabilities(x: Tensor) -> Tensor:
+    return rows_of(x).softmax(-1).prod(-1)
+
+
+def tangent_by_gradients(f: Any, x: Tensor, t: Tensor) -> Tensor:
+    tangent: Tensor = grad(lambda x: (grad(lambda x: f(x).sum())(x) * t).sum())(x)
+    return tangent
+
+
+def test_the_fixes_of_refused_tangents_of_gradients_are_right() -> None:
+    x = torch.linspace(0.5, 2.0, 4, dtype=torch.float64)
+    first, second = (
+        fs.shard_map(body, mesh=MESH, in_specs=P("x"), out_specs=P("x"))
+        for body in (probabilities, normalized_by_hand)
+    )
+    close(OVER_GRADIENTS["hessian"](first, x), OVER_GRADIENTS["hessian"](probabilities, x))
+    run = OVER_GRADIENTS["grad of jvp of grad"]
+    with pytest.raises(ShardingError, match="the tangent of the gradient as a gradient"):
+        run(first, x)
+    third = grad(lambda x: tangent_by_gradients(first, x, x.cos()).sum())(x)
+    close(third, run(probabilities, x))
+    for transform in TWO_TANGENTS:
+        run = OVER_GRADIENTS[transform]
+        close(run(second, x), run(normalized_by_hand, x))
+
+
 def test_hooks_of_gradients_with_tangents_are_refused() -> None:
     x = torch.linspace(0.5, 2.0, 4, dtype=torch.float64)
     mapped = fs.shard_map(hooked, mesh=MESH, in_specs=P("x"), out_specs=P("x"))

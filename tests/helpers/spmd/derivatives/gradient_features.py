@@ -389,6 +389,7 @@ REFUSED: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {
     "simulated": {
         "custom_op": (("jvp", "hessian", "dual_level"), ""),
         "product": (("jvp", "hessian", "dual_level"), ""),
+        "library": (("hessian",), "must implement the jvp function"),
         "once": (("twice",), "marked @once_differentiable"),
         "full backward hooks": (("twice", "dual_level"), ""),
         "full backward pre-hooks": (("twice", "dual_level"), ""),
