@@ -8,6 +8,7 @@
 - `mapped_regions`: calls of mapped functions as operations that run on locals.
 - `checkpoints`: calls of `torch.utils.checkpoint` as marks around their operations.
 - `draw_layouts`: random draws take the layout of a tensor they are combined with.
+- `merged_rows`: leading dims stay apart that are merged for operations on rows alone.
 - `constants`: values that depend on no argument, which a function may read.
 - `covariance`: `torch.cov` and `torch.corrcoef` without reads of values.
 - `source_places`: the user's source line of every operation.

@@ -68,6 +68,7 @@ from fshard.ops.trace.inner_gradients import (
     refuse_hidden_gradients,
 )
 from fshard.ops.trace.mapped_regions import name_regions, recorded_regions
+from fshard.ops.trace.merged_rows import separate_rows
 from fshard.ops.trace.source_places import recorded_places
 from fshard.run.transports.base import TRACE_DEPTH
 from fshard.run.transports.divergence_report import raise_line, user_line
@@ -202,6 +203,7 @@ def trace(
     extract_backwards(graph, where)
     name_regions(graph, regions)
     name_checkpoints(graph, checkpoints)
+    separate_rows(graph)
     assign_draw_layouts(graph)
     return traced
 

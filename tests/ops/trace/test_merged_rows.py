@@ -1,0 +1,85 @@
+"""Merged leading dims of which a minor one is sharded: sequence-first batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fshard as fs
+from fshard import Mesh, P
+
+MESH = Mesh(dp=2)
+WEIGHT = torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def linear_rows(x: Tensor, w: Tensor) -> Tensor:
+    return F.linear(x.view(-1, 4), w).view(3, 2, 5)
+
+
+def chain(x: Tensor, w: Tensor) -> Tensor:
+    rows = F.linear(x.flatten(0, 1).sin(), w, w[:, 0])
+    return (F.gelu(rows) * w[:, 1]).reshape(3, 2, 5, 1)
+
+
+def two_splits(x: Tensor, w: Tensor) -> Tensor:
+    rows = x.reshape(6, 4)
+    return F.linear(rows, w).view(3, 2, 5) + rows.exp().view(3, 2, 2, 2).sum((2, 3))[:, :, None]
+
+
+def merged_heads(x: Tensor, w: Tensor) -> Tensor:
+    return F.linear(x.view(3, 2, 2, 2).transpose(2, 3).reshape(6, 4), w).unflatten(0, (3, 2))
+
+
+def other_split(x: Tensor, w: Tensor) -> Tensor:
+    return F.linear(x.view(6, 4), w).view(2, 3, 5)
+
+
+def mixed_rows(x: Tensor, w: Tensor) -> Tensor:
+    return F.linear(x.view(6, 4), w).cumsum(0).view(3, 2, 5)
+
+
+def rows_of_two(x: Tensor, w: Tensor) -> Tensor:
+    rows = x.view(6, 4)
+    return (rows * rows.flip(0)).view(3, 2, 4) * w.sum()
+
+
+SEPARATED = [linear_rows, chain, two_splits, merged_heads]
+
+
+@pytest.mark.parametrize("fn", [*SEPARATED, other_split, mixed_rows, rows_of_two])
+def test_merged_rows_equal_one_device(fn: Callable[[Tensor, Tensor], Tensor]) -> None:
+    x = torch.randn(3, 2, 4, dtype=torch.float64, requires_grad=True)
+    w = WEIGHT.clone().requires_grad_()
+    part = fs.partition(fn, mesh=MESH, in_specs=(P(None, "dp"), P()))
+    y = part(x, w)
+    expected = fn(x, w)
+    torch.testing.assert_close(y, expected)
+    actual, right = (torch.autograd.grad(out.sin().sum(), (x, w)) for out in (y, expected))
+    torch.testing.assert_close(actual, right)
+    if fn in SEPARATED:
+        programs = part.trace(x, w).programs
+        assert all(program.is_local for program in programs), programs
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_data_parallel_transformer_reduces_gradients_alone(batch_first: bool) -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 8, 0.0, batch_first=batch_first).double()
+    x = torch.randn(4, 6, 8, dtype=torch.float64)
+    batch = P("dp") if batch_first else P(None, "dp")
+
+    def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.func.functional_call(layer, params, (x,)).square().mean()
+
+    params = dict(layer.named_parameters())
+    part = fs.partition(loss, mesh=MESH, in_specs=(P(), batch), out_specs=P())
+    with fs.comm_log() as log:
+        actual = torch.autograd.grad(part(params, x), list(params.values()))
+    expected = torch.autograd.grad(loss(params, x), list(params.values()))
+    torch.testing.assert_close(actual, expected)
+    assert set(log.counts) == {("all_reduce", "dp")}
+    assert (log.forward.counts.total(), log.backward.counts.total()) == (1, 1)
