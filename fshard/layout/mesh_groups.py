@@ -52,15 +52,11 @@ def shard_coords(spec: Spec, shard: Sequence[int]) -> dict[str, int]:
 @lru_cache(maxsize=1024)
 def mesh_groups(mesh: Mesh, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
     """Return the groups of ranks along `axes`, which must be axes of the mesh."""
-    others = [axis for axis in mesh.axes if axis not in axes]
-    strides = _strides(mesh)
-
-    def offsets(names: Sequence[str]) -> list[int]:
-        points = mesh_points(mesh, names)
-        return [sum(strides[name] * c for name, c in point.items()) for point in points]
-
-    inner = offsets(axes)
-    return tuple(tuple(mesh.devices[base + step] for step in inner) for base in offsets(others))
+    others = tuple(axis for axis in mesh.axes if axis not in axes)
+    inner = _offsets(mesh, axes)
+    return tuple(
+        tuple(mesh.devices[base + step] for step in inner) for base in _offsets(mesh, others)
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -76,11 +72,15 @@ def rank_group(mesh: Mesh, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
 @lru_cache(maxsize=4096)
 def _group_at(mesh: Mesh, base: int, axes: tuple[str, ...]) -> tuple[int, ...]:
     """Return the group along `axes` whose first rank is at a position among the devices."""
+    return tuple(mesh.devices[base + step] for step in _offsets(mesh, axes))
+
+
+@lru_cache(maxsize=1024)
+def _offsets(mesh: Mesh, axes: tuple[str, ...]) -> tuple[int, ...]:
+    """Return the distances among the devices from the first rank to all ranks along `axes`."""
     strides = _strides(mesh)
-    return tuple(
-        mesh.devices[base + sum(strides[axis] * c for axis, c in point.items())]
-        for point in mesh_points(mesh, axes)
-    )
+    steps = (range(0, mesh.shape[axis] * strides[axis], strides[axis]) for axis in axes)
+    return tuple(map(sum, itertools.product(*steps)))
 
 
 def _strides(mesh: Mesh) -> dict[str, int]:

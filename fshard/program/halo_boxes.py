@@ -275,7 +275,7 @@ def dim_shares(step: HaloStep, owners: Spec, dim: int) -> tuple[HaloShare, ...]:
 
 
 def join_shares(shares: Sequence[HaloShare]) -> tuple[int, int, int]:
-    """Return the elements that a rank sends for windows, those that it lacks, and its peers.
+    """Return the elements that a rank sends for windows, the elements it lacks, and its peers.
 
     `shares` are its shard's, one of each dim. A halo reduction sends the second number and
     receives the first.

@@ -51,7 +51,7 @@ def _count(keys: Sequence[object], start: int, size: int) -> int:
 
 
 def without_number(name: str) -> str:
-    """Return the name of an operation without the number that tells it from others.
+    """Return the name of an operation without the number that distinguishes it.
 
     >>> without_number("linear_12"), without_number("linear")
     ('linear', 'linear')

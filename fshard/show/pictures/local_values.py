@@ -1,4 +1,4 @@
-"""Values of locals in the cells of a picture: those of every rank, replicas that agree once."""
+"""Values of all ranks' locals in the cells of a picture; equal replicas are shown once."""
 
 from __future__ import annotations
 

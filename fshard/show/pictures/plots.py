@@ -34,7 +34,7 @@ def new_axes(axes: Any, size: tuple[float, float]) -> Any:
 
 
 def plot_bars(bars: Sequence[Bar], title: str, axes: Any = None) -> Any:
-    """Draw bars on a time axis in microseconds, kinds told apart by colour and hatch."""
+    """Draw bars on a time axis in microseconds, kinds distinguished by colour and hatch."""
     lanes = lanes_of(bars)
     axes = new_axes(axes, (8, 1 + 0.35 * max(1, len(lanes))))
     for row, own in enumerate(lanes.values()):
@@ -60,7 +60,7 @@ def plot_layers(
     times: Sequence[float], layers: Mapping[str, tuple[str, Sequence[float]]], title: str,
     axes: Any = None,
 ) -> Any:  # fmt: skip
-    """Draw layers of bytes over time, a step at each change, told apart by colour and hatch.
+    """Draw layers of bytes over time, a step at each change, distinguished by colour and hatch.
 
     Args:
         times: Seconds of the changes.

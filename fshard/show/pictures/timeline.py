@@ -26,7 +26,7 @@ PATTERNS = {
     "latency": f"repeating-linear-gradient(45deg,{_WHITE} 0 3px,transparent 3px 6px)",
     "copies": f"radial-gradient({_WHITE} 1.5px,transparent 2px);background-size:6px 6px",
 }
-"""Patterns of the boxes in HTML, which tell kinds apart without colours."""
+"""Patterns of the boxes in HTML, which distinguish kinds without colours."""
 LABEL, TRACK = 32, 480
 """Columns of a label at most, and pixels of the time axis."""
 

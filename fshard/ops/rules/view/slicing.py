@@ -52,7 +52,7 @@ class _LocalSlice(LocalRewrite):
 
 
 def _sliced_dims(call: OpCall) -> tuple[int, Dims, Dims, Slice]:
-    """Return the dim of a slice, the factors of the operand, those of the slice, and its factor."""
+    """Return a slice's dim, the factors of its operand and of its result, and the new factor."""
     x = call.operands[0]
     names = factor_names(x.ndim + 1)
     dim, dims = wrap_dim(call.get("dim"), x.ndim), tuple((name,) for name in names[:-1])
