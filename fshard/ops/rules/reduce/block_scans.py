@@ -105,7 +105,13 @@ def _shifted(ends: Tensor, dim: int, first: float | int | bool) -> Tensor:
     """Return the value before each of `dim`, `first` before the first one."""
     ahead = ends.narrow(dim, 0, ends.shape[dim] - 1)
     no_padding = [0, 0] * (ends.ndim - 1 - dim)
-    return pad(ahead, [*no_padding, 1, 0], value=first).unsqueeze(dim + 1)
+    if isinstance(first, float) or int(float(first)) == first:
+        return pad(ahead, [*no_padding, 1, 0], value=first).unsqueeze(dim + 1)
+    # Padding takes its value as a double, which the largest int64 is not.
+    shape = [-1 if d == dim else 1 for d in range(ends.ndim)]
+    is_first = torch.arange(ends.shape[dim], device=ends.device).view(shape) == 0
+    shifted = pad(ahead, [*no_padding, 1, 0])
+    return torch.where(is_first, torch.full_like(shifted, first), shifted).unsqueeze(dim + 1)
 
 
 def _neutral(alone: Tensor, first: float | int | bool, dim: int) -> Tensor:

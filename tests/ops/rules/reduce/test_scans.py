@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import fshard as fs
+from fshard import Mesh, P, Spec
 from fshard.partition.ir import Redistribution
 from fshard.program.cost.links import Link
 from fshard.program.cost.topology import Topology
@@ -167,3 +168,15 @@ def test_scans_of_uneven_shards_gather_their_ends(name: str, sizes: tuple[int, .
         single = {"rtol": 1e-4, "atol": 1e-4} if "single" in name else {}
         nan = grads[1].isnan()
         torch.testing.assert_close(grads[0].where(~nan, 0), grads[1].nan_to_num(), **single)
+
+
+@pytest.mark.parametrize("scan", [torch.cummin, torch.cummax])
+@pytest.mark.parametrize("sizes", [(16, 16), (5, 0, 11)])
+def test_extremes_of_long_integers(scan: Any, sizes: tuple[int, ...]) -> None:
+    """The largest int64, of which no value is less, is not a double."""
+    x = torch.arange(sum(sizes)).sub(7).mul(-(2**50)).remainder(1 << 60)
+    spec = Spec(Mesh(x=len(sizes)), P("x"), shape=x.shape, dtype=x.dtype, sizes={0: sizes})
+    part = fs.partition(lambda x: scan(x, 0), mesh=spec.mesh, in_specs=spec)
+    results = map(fs.unshard, part(fs.shard(x, spec)))
+    for y, expected in zip(results, scan(x, 0), strict=True):
+        assert torch.equal(y, expected)
