@@ -258,3 +258,7 @@ def _dispatched(
     except Exception:  # noqa: BLE001 - no meta kernel, or no such arguments
         return []
     return log.calls
+
+
+IS_ALL_TRUE = torch._is_all_true
+"""Check of the values of a bool tensor by which `torch.distributions` validates its arguments."""

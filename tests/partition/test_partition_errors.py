@@ -19,8 +19,7 @@ from tests.helpers.ops.block_cases import (
 
 VALUES = (
     "the function is traced once on tensors without values, of the global shapes",
-    ("torch.where instead of masks and branches on values, no .item(), counts by one_hot; "
-     "validate_args=False of a distribution"),
+    ("torch.where instead of masks and branches on values, no .item(), counts by one_hot"),
 )  # fmt: skip
 
 

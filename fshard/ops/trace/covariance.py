@@ -1,4 +1,4 @@
-"""`torch.cov` and `torch.corrcoef` without reads of values, which a traced tensor lacks."""
+"""Functions of PyTorch without the reads of values that check them: a traced tensor has none."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from fshard._torch.operators import IS_ALL_TRUE
 
 
 def cov(
@@ -45,8 +47,13 @@ def corrcoef(input: Tensor) -> Tensor:  # noqa: A002 - the name in torch
     return matrix.clamp(-1, 1)
 
 
-WITHOUT_READS: dict[Any, Callable[..., Tensor]] = {
+def unchecked(input: Tensor) -> bool:  # noqa: A002 - the name in torch
+    """Return True: the parameters and samples of `torch.distributions` are not checked."""
+    return True
+
+
+WITHOUT_READS: dict[Any, Callable[..., Any]] = {
     torch.cov: cov, torch.Tensor.cov: cov, torch.corrcoef: corrcoef,
-    torch.Tensor.corrcoef: corrcoef,
+    torch.Tensor.corrcoef: corrcoef, IS_ALL_TRUE: unchecked,
 }  # fmt: skip
 """Replacements of functions of PyTorch that cannot be traced."""

@@ -292,8 +292,8 @@ def _refuse(where: str, error: Exception) -> NoReturn:
              "check that it runs on global tensors, and calls no numpy() on them")  # fmt: skip
     fail(place, cause,
          "the function is traced once on tensors without values, of the global shapes",
-         "torch.where instead of masks and branches on values, no .item(), counts by one_hot; "
-         "validate_args=False of a distribution")  # fmt: skip
+         "torch.where instead of masks and branches on values, no .item(), "
+         "counts by one_hot")  # fmt: skip
 
 
 def _check_shapes(fakes: Sequence[torch.Tensor], metas: Sequence[Meta], where: str) -> None:

@@ -98,3 +98,14 @@ def test_values_of_closures_are_read_and_guarded() -> None:
                 torch.testing.assert_close(part(x), of_closure(x))
     finally:
         CLOSED_OVER.fill_(1)
+
+
+def test_distributions_are_traced_without_checks_of_values() -> None:
+    def entropy(logits: Tensor, action: Tensor) -> Tensor:
+        policy = torch.distributions.Categorical(logits=logits)
+        noise = torch.distributions.Normal(logits, logits.exp())
+        return policy.log_prob(action) + policy.entropy() + noise.log_prob(logits.sin()).sum(1)
+
+    logits, action = torch.randn(4, 3, requires_grad=True), torch.tensor([0, 2, 1, 1])
+    part = fs.partition(entropy, mesh=MESH, in_specs=P("dp"))
+    torch.testing.assert_close(part(logits, action), entropy(logits, action))
