@@ -19,7 +19,8 @@ from tests.helpers.ops.block_cases import (
 
 VALUES = (
     "the function is traced once on tensors without values, of the global shapes",
-    ("torch.where instead of masks and branches on values, no .item(), counts by one_hot"),
+    ("torch.where instead of masks and branches on values, no .item(), counts by one_hot; "
+     "validate_args=False of a distribution with a covariance"),
 )  # fmt: skip
 
 
