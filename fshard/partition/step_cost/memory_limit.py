@@ -1,18 +1,19 @@
 """Choice of layouts, and of values that the backward pass recomputes, within a limit of memory.
 
-The choices are tried in the order of the time that they add: autograd keeps what it keeps; gathered
-parameters are gathered again; all but products are recomputed; and checkpoints (Chen et al., arXiv
-1604.06174), where the values that few bytes pass through are kept and all between them recomputed.
-Each is planned with parameters gathered and with parameters that stay sharded. The first kind of
-which one fits is taken, the fastest of them.
+Autograd keeps what it keeps; or gathered parameters are gathered again; or all but products is
+recomputed; or values between checkpoints (Chen et al., arXiv 1604.06174), where the values that few
+bytes pass through are kept. Each is planned with parameters gathered and with parameters that stay
+sharded. Of those that fit the fastest is taken. A step without recomputation is recorded first: it
+and the operations that run again are a lower bound of a plan's time, so that most need no record.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from fshard._util.errors import fail
 from fshard._util.text import plural
@@ -32,9 +33,12 @@ from fshard.partition.ir import (
 )
 from fshard.partition.partitioned_call import PartitionedCall
 from fshard.partition.step_cost.memory_timeline import MemoryChoice
+from fshard.partition.step_cost.roofline import COMMUNICATION, COMPUTE, FORWARD
 
 SEGMENTS = (2, 4, 8, 16, 32, 64)
 """Numbers of segments between checkpoints that are tried."""
+RELATIVE_TOLERANCE = 0.99
+"""Plans that could be faster by less than a hundredth are not looked for."""
 
 
 def check_memory(memory: int | None, where: str) -> None:
@@ -83,27 +87,70 @@ def fitting_call(
     """
     calls = [plan(hold) for hold in holds]
     calls = [call for i, call in enumerate(calls) if not i or call.programs != calls[0].programs]
-    gathered, tried = calls[0], list[Planned]()
-    for number, (text, policy) in enumerate(_policies(calls[0])):
-        fitting = []
-        if number > 1:  # the layouts of the least peak so far
-            calls = (
-                calls[:1] if min(tried, key=_peak)[1].programs == calls[0].programs else calls[-1:]
-            )
-        for call in calls:
-            other = replace(call, remat=policy(call), _remat={})
-            if number and not other.remat_plan.units:
-                continue
-            layouts = "" if call is gathered else "parameters stay sharded; "
-            choice = MemoryChoice(limit, layouts + text, peak_of(other), other.roofline().time)
-            tried.append((choice, other))
-            fitting += [tried[-1]] if choice.peak <= limit else []
-        if fitting:
-            choice, best = min(fitting, key=lambda item: item[0].time)
-            others = tuple(x for x, _ in tried if x is not choice)
-            choice = replace(choice, others=others)
-            return replace(best, memory_choice=choice), (choice, *others)
-    return None, tuple(choice for choice, _ in tried)
+    tried, best = list[Planned](), None
+    policies = _policies(calls[0])
+    layouts = dict(zip(map(id, calls), ("", "parameters stay sharded; "), strict=False))
+
+    def record(text: str, call: PartitionedCall, base: PartitionedCall) -> None:
+        nonlocal best
+        text = layouts[id(base)] + text
+        choice = MemoryChoice(limit, text, peak_of(call), call.roofline().time)
+        tried.append((choice, call))
+        if choice.peak <= limit and (best is None or choice.time < best[0].time):
+            best = tried[-1]
+
+    for call in calls:
+        record(policies[0][0], call, call)
+    bases = [call for call in calls if best is None or call.roofline().time < best[0].time]
+    others = sorted((x for call in bases for x in _recomputing(call, policies[1:])),
+                    key=lambda other: other.least_time)  # fmt: skip
+    for other in others:
+        if best is not None and other.least_time >= RELATIVE_TOLERANCE * best[0].time:
+            break
+        record(other.text, other.call, other.base)
+    if best is None:
+        return None, tuple(choice for choice, _ in tried)
+    choice, fastest = best
+    rest = tuple(x for x, _ in tried if x is not choice)
+    choice = replace(choice, others=rest)
+    return replace(fastest, memory_choice=choice), (choice, *rest)
+
+
+class _Recomputing(NamedTuple):
+    """Call that recomputes values, the call that does not, and a lower bound of its seconds."""
+
+    text: str
+    call: PartitionedCall
+    base: PartitionedCall
+    least_time: float
+
+
+def _recomputing(
+    base: PartitionedCall, policies: Sequence[tuple[str, Policy]]
+) -> list[_Recomputing]:
+    """Return the calls that differ in what the backward pass recomputes."""
+    roofline, calls = base.roofline(), dict[object, _Recomputing]()
+    seconds = Counter[tuple[str, int | None]]()
+    for event in roofline.of(phase=FORWARD):
+        seconds[event.kind, event.value] += event.time
+    launches = {x.out: len(x.sources) for x in base.schedule if isinstance(x, LaunchBatch)}
+    for text, policy in policies:
+        call = replace(base, remat=policy(base), _remat={})
+        units = call.remat_plan.units
+        again = {
+            getattr(unit.lines[0], "out", None)
+            for unit in units
+            if unit.launch is None or len(unit.outputs) == launches[unit.launch.out]
+        }
+        least = max(roofline.time, *(
+            total + sum(seconds[kind, value] for value in again)
+            for kind, total in ((COMPUTE, roofline.compute),
+                                (COMMUNICATION, roofline.communication))
+        ))  # fmt: skip
+        key = frozenset((unit.outputs, unit.internals) for unit in units)
+        if units:
+            calls.setdefault(key, _Recomputing(text, call, base, least))
+    return [*calls.values()]
 
 
 def peak_of(call: PartitionedCall) -> int:
@@ -113,10 +160,6 @@ def peak_of(call: PartitionedCall) -> int:
 
 Policy = Callable[[PartitionedCall], PlannedRemat]
 Planned = tuple[MemoryChoice, PartitionedCall]
-
-
-def _peak(planned: Planned) -> int:
-    return planned[0].peak
 
 
 def _policies(call: PartitionedCall) -> list[tuple[str, Policy]]:
