@@ -9,7 +9,7 @@ and the operations that run again are a lower bound of a plan's time, so that mo
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -87,7 +87,8 @@ def fitting_call(
     """
     calls = [plan(hold) for hold in holds]
     calls = [call for i, call in enumerate(calls) if not i or call.programs != calls[0].programs]
-    tried, best = list[Planned](), None
+    tried = list[Planned]()
+    best: Planned | None = None
     policies = _policies(calls[0])
     layouts = dict(zip(map(id, calls), ("", "parameters stay sharded; "), strict=False))
 
@@ -130,7 +131,7 @@ def _recomputing(
 ) -> list[_Recomputing]:
     """Return the calls that differ in what the backward pass recomputes."""
     roofline, calls = base.roofline(), dict[object, _Recomputing]()
-    seconds = Counter[tuple[str, int | None]]()
+    seconds: dict[tuple[str, int | None], float] = defaultdict(float)
     for event in roofline.of(phase=FORWARD):
         seconds[event.kind, event.value] += event.time
     launches = {x.out: len(x.sources) for x in base.schedule if isinstance(x, LaunchBatch)}
