@@ -37,8 +37,8 @@ from fshard.partition.step_cost.roofline import COMMUNICATION, COMPUTE, FORWARD
 
 SEGMENTS = (2, 4, 8, 16, 32, 64)
 """Numbers of segments between checkpoints that are tried."""
-RELATIVE_TOLERANCE = 0.99
-"""Plans that could be faster by less than a hundredth are not looked for."""
+TIME_SHARE = 0.99
+"""Plans are looked for only if they may take less than this share of the best one's time."""
 
 
 def check_memory(memory: int | None, where: str) -> None:
@@ -106,7 +106,7 @@ def fitting_call(
     others = sorted((x for call in bases for x in _recomputing(call, policies[1:])),
                     key=lambda other: other.least_time)  # fmt: skip
     for other in others:
-        if best is not None and other.least_time >= RELATIVE_TOLERANCE * best[0].time:
+        if best is not None and other.least_time >= TIME_SHARE * best[0].time:
             break
         record(other.text, other.call, other.base)
     if best is None:
