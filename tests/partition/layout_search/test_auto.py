@@ -176,7 +176,7 @@ def test_memory_is_kept_by_layouts_gathering_again_or_checkpoints(
     def tightened() -> fs.Auto:
         return sharded_layers(limit - 1)
 
-    for _ in range(5 if labelled else 3):
+    for _ in range(3):
         choice = tightened()
         taken = choice.partitioned.memory_choice
         assert choice.memory == choice.partitioned.memory().peak < limit
