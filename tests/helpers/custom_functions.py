@@ -22,6 +22,17 @@ class Round(torch.autograd.Function):
         return grads[0] * 3
 
 
+class SavesInputs(torch.autograd.Function):
+    """Base of functions that save their inputs, with a generated rule for `vmap`."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+
 class Reverse(torch.autograd.Function):
     """Gradient reversal, with an attribute that is not a tensor."""
 

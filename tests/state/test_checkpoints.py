@@ -205,7 +205,7 @@ def test_replicas_are_written_once_and_shared_out(tmp_path: Path) -> None:
 
 
 def test_checksums_are_those_of_zlib(tmp_path: Path) -> None:
-    """Of files of earlier versions, and with and without the package isal."""
+    """Files are the same with and without the package isal, and as earlier versions wrote them."""
     content = bytes(values((1000,), torch.int8).tolist())
     assert shard_files.crc32(content) == zlib.crc32(content)
     assert shard_files.crc32(content, 7) == zlib.crc32(content, 7)

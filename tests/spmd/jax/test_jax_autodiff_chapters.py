@@ -16,6 +16,7 @@ from torch.func import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, 
 
 import fshard as fs
 from fshard import Mesh, P
+from tests.helpers.custom_functions import SavesInputs
 from tests.helpers.spmd.transform_cases import close
 
 MESH = Mesh(i=2)
@@ -148,19 +149,12 @@ def test_straight_through_estimator() -> None:
     close(grad(mapped)(INPUTS), grad(lambda x: straight(x * 2).square().sum())(INPUTS))
 
 
-class Log1pExp(torch.autograd.Function):
+class Log1pExp(SavesInputs):
     """`log(1 + exp(x))` with a stable derivative: the `custom_jvp` of JAX's chapter."""
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
         return torch.log1p(torch.exp(x))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

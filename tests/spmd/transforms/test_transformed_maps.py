@@ -12,6 +12,7 @@ from torch.func import functional_call, grad, hessian, jacfwd, jvp, vjp, vmap
 
 import fshard as fs
 from fshard import Mesh, P, ShardingError
+from tests.helpers.custom_functions import SavesInputs
 from tests.helpers.spmd.transform_cases import (
     BATCH,
     CASES,
@@ -297,19 +298,12 @@ def determinant(x: Tensor) -> Tensor:
     return torch.linalg.slogdet(rows[:, :, None] * rows[:, None] + torch.eye(3, dtype=x.dtype))[1]
 
 
-class Unsymmetric(torch.autograd.Function):
+class Unsymmetric(SavesInputs):
     """Function whose gradient is not that of any function."""
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor, y: Tensor) -> Tensor:
         return x * y
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

@@ -16,6 +16,7 @@ from torch.func import grad, hessian, jvp, vmap
 
 import fshard as fs
 from fshard import Mesh, P
+from tests.helpers.custom_functions import SavesInputs
 from tests.helpers.spmd.transform_cases import BATCH, W, X
 
 MESH = Mesh(x=2)
@@ -68,19 +69,12 @@ class WithVmap(torch.autograd.Function):
         return WithVmap.apply(x), in_dims[0]
 
 
-class Generated(torch.autograd.Function):
+class Generated(SavesInputs):
     """Function whose rule for `vmap` is generated; it saves its input."""
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
         return x**3
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
