@@ -10,7 +10,7 @@
 - `draw_layouts`: random draws take the layout of a tensor they are combined with.
 - `merged_rows`: leading dims stay apart that are merged for operations on rows alone.
 - `constants`: values that depend on no argument, which a function may read.
-- `covariance`: `torch.cov`, `torch.corrcoef` and distributions without checks of values.
+- `unread_values`: `torch.cov`, `torch.corrcoef` and distributions without reads of values.
 - `source_places`: the user's source line of every operation.
 - `fused_updates`: fused optimizer steps as operations without writes.
 """

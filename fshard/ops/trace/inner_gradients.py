@@ -36,11 +36,11 @@ from fshard._util.errors import fail
 from fshard.layout.tree import tensors_in
 from fshard.ops.core.call import map_instances
 from fshard.ops.trace.constants import READS, read_constants
-from fshard.ops.trace.covariance import WITHOUT_READS
 from fshard.ops.trace.custom_functions import apply_in_transform, apply_traced, has_own_backward
 from fshard.ops.trace.fused_updates import FUSED_STEPS
 from fshard.ops.trace.inference import as_traced
 from fshard.ops.trace.source_places import note_place
+from fshard.ops.trace.unread_values import WITHOUT_READS
 from fshard.spmd.closure_inputs import graph_leaves
 
 _REPLACED = {**WITHOUT_READS, **FUSED_STEPS}

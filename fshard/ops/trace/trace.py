@@ -74,7 +74,7 @@ from fshard.run.transports.base import TRACE_DEPTH
 from fshard.run.transports.divergence_report import raise_line, user_line
 
 FOREIGN_RESULT = "argument of type: "
-"""Begin of the error of `torch.fx` for a result that a graph cannot have."""
+"""Beginning of the error of `torch.fx` for a result that a graph cannot have."""
 _TRACE_LOCK = threading.RLock()
 """Tracing patches PyTorch for all threads; a function that is traced may trace others."""
 
