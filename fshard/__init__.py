@@ -1,4 +1,25 @@
-"""fshard: functional sharding on PyTorch. Layouts and programs of collectives as values."""
+"""fshard: functional sharding on PyTorch. Layouts and programs of collectives as values.
+
+These words have one meaning in the code and its documentation:
+
+- axis, dim: an axis of the mesh, a dimension of a tensor.
+- local: the part of a global tensor that one rank holds; in a simulation, a tuple of them.
+- pair: a local and its spec.
+- leaf: one tensor of a pytree.
+- major, minor: of several axes of a dim, the first splits it first and is the most major.
+- cotangent: the gradient of a value, on its way backward.
+- dual: the spec of the cotangents of a spec; reduced and unreduced axes are swapped.
+- factor: one loop of an operation, a letter of its rule.
+- role: the use of one mesh axis by an operation, such as sharding one factor.
+- strategy: a role for each mesh axis, and the layouts that follow.
+- wire: one collective of one rank: its payload, its launch, and the result's unpacking.
+- box: a product of intervals, one per dim: the elements that a rank holds, sends or receives.
+- converted axis: one along which an exchange turns shards into unreduced values, or copies into
+  shards.
+- neutral element: the value that a reduction ignores, such as 0 in a sum.
+- busiest rank: the rank that sends or receives the most bytes; it determines the time.
+- launch: the start of a collective, which runs on while Python continues.
+"""
 
 from functools import partial as _partial
 from importlib.metadata import PackageNotFoundError, version

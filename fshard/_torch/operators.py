@@ -17,7 +17,7 @@ from fshard._torch.modes import DisableTorchFunction, DispatchMode, without_disp
 __all__ = [
     "AdamWOptions", "OpOverload", "OpOverloadPacket", "ScriptMethod", "TensorBase", "all_op_names",
     "builtin_of", "dereference", "direct_function", "foreach_adamw", "fused_adamw", "fused_step",
-    "has_registered_gradient", "is_query", "qualified_name", "reference_of",
+    "has_registered_gradient", "is_query", "overload_or_self", "qualified_name", "reference_of",
     "registered_schemas", "resolve_overload", "schema_of", "schema_or_none", "torch_decomposition",
 ]  # fmt: skip
 
@@ -41,6 +41,11 @@ def has_registered_gradient(op: Any) -> bool:
     """
     definition: Any = custom_ops.OPDEFS.get(getattr(op, "_name", "").partition(".")[0])
     return definition is not None and definition._backward_fn is not None
+
+
+def overload_or_self(op: Any) -> Any:
+    """Return the overload that a decorator `torch.library.custom_op` defined, else `op`."""
+    return op._opoverload if isinstance(op, custom_ops.CustomOpDef) else op
 
 
 Tensors = list[torch.Tensor]

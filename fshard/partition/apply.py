@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from fshard._torch.modes import DispatchMode
+from fshard._torch.operators import overload_or_self
 from fshard._util.cache import CACHE_SIZE, BoundedDict
 from fshard._util.errors import fail
 from fshard._util.text import below, bytes_text, columns, one_line, time_text
@@ -110,6 +111,7 @@ def on_pairs(
         fail("fs.on_pairs", f"mode={mode!r}", "mode must be 'explicit' or 'auto'", "mode='auto'")
     if not callable(op):
         check_callable(op, "fs.on_pairs")
+    op = overload_or_self(op)
     if topology is not None:
         as_topology("fs.on_pairs", topology)
 

@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import io
 import re
 import sys
+import textwrap
 import tomllib
 from pathlib import Path
 
@@ -44,8 +44,6 @@ GROUPS = {
     "CommLog ShardingError",
 }
 
-UNIONS = {"Step": "Union of all step types, for `isinstance` and annotations."}
-
 
 def printed_blocks() -> list[tuple[str, str]]:
     """Return the stored text block after each python block and the text that the code prints.
@@ -69,16 +67,12 @@ def printed_blocks() -> list[tuple[str, str]]:
 
 
 def reference() -> str:
-    """Return the tables of all public names, each with the first sentence of its docstring."""
-    lines = []
+    """Return all public names by group, each group a paragraph."""
+    paragraphs = []
     for title, names in GROUPS.items():
-        lines += [f"**{title}**", "", "| name | |", "|---|---|"]
-        for name in names.split():
-            doc = UNIONS.get(name) or inspect.getdoc(getattr(fs, name)) or ""
-            sentence = " ".join(doc.partition("\n\n")[0].split()).replace("|", "\\|")
-            lines.append(f"| `{name}` | {sentence} |")
-        lines.append("")
-    return "\n".join(["", *lines])
+        listed = ", ".join(f"`{name}`" for name in names.split())
+        paragraphs.append(textwrap.fill(f"**{title}**: {listed}", 110, break_on_hyphens=False))
+    return "\n" + "\n\n".join(paragraphs) + "\n\n"
 
 
 def command(name: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from fshard._torch.operators import OpOverload, OpOverloadPacket, schema_of
+from fshard._torch.operators import OpOverload, OpOverloadPacket, overload_or_self, schema_of
 from fshard._util.errors import did_you_mean, fail
 from fshard.layout.spec import Spec
 from fshard.ops.core.call import OpCall
@@ -89,7 +89,7 @@ def register_rule(*ops: Any) -> Callable[[Any], Any]:
 
     Args:
         *ops: Operations: `torch.ops` overloads, packets (all overloads), names such as
-            `"add.Tensor"`, or Python functions of tensors.
+            `"add.Tensor"`, functions of `torch.library.custom_op`, or other functions of tensors.
 
     Returns:
         A function that registers its argument and returns it: a rule's text, an `fs.Rule`, or a
@@ -223,7 +223,7 @@ def overloads(op: Any, where: str = "fs.register_rule") -> Iterable[Any]:
         return _named(op, where)
     if isinstance(op, OpOverloadPacket):
         return [getattr(op, name) for name in op.overloads()]
-    return [op]
+    return [overload_or_self(op)]
 
 
 def _named(name: str, where: str) -> Iterable[Any]:

@@ -15,6 +15,7 @@ from fshard._torch.modes import DisableTorchFunction, without_dispatch_modes
 from fshard._torch.operators import (
     OpOverload,
     OpOverloadPacket,
+    overload_or_self,
     qualified_name,
     registered_schemas,
     resolve_overload,
@@ -124,6 +125,7 @@ def propagate(op: Any, /, *args: Any, **kwargs: Any) -> Strategy:
     """
     options = take_options("fs.propagate", op, kwargs, ("topology", "grad"))
     topology, grad = options.get("topology"), bool(options.get("grad", False))
+    op = overload_or_self(op)
     if is_composite(op, args, kwargs):
         op, args, kwargs = _only_operation(op, args, kwargs)
     return strategy_for(op, args, kwargs, topology, grad)
