@@ -194,8 +194,10 @@ class ChoiceSearch:
         a bound, too.
         """
         prices = MEMORY_PRICES if self.memory is not None else MEMORY_PRICES[:1]
+        layouts, roles, _ = labels.solve(shared=False)
+        self.cost(layouts, roles)
         for price, share, attempt in itertools.product(prices, self.shares, range(MAX_ATTEMPTS)):
-            if self.plans > 1 and (time.monotonic() > deadline or self.is_proven()):
+            if self.bound and (time.monotonic() > deadline or self.is_proven()):
                 return
             compute, arguments = share
             layouts, roles, weight = labels.solve(price=price, compute=compute, arguments=arguments,
@@ -205,8 +207,6 @@ class ChoiceSearch:
             if self.choices <= MAX_EXHAUSTIVE:
                 self.cost(layouts)
             labels.improve_shares(RATE / (1 + attempt) ** 0.5)
-        layouts, roles, _ = labels.solve(shared=False)
-        self.cost(layouts, roles)
 
     def label_some_axes(self, deadline: float) -> None:
         """Raise the bound by labels of as many axes as possible, where all have too many.

@@ -98,6 +98,14 @@ class _Use:
     states: torch.Tensor
 
 
+class _CallLabels(NamedTuple):
+    """Labels of a call: the roles, the devices that share the work, the state of every tensor."""
+
+    roles: list[tuple[Role, ...]]
+    shards: torch.Tensor
+    states: list[torch.Tensor]
+
+
 class JointLabels:
     """Labelling of a graph for all axes of a mesh together.
 
@@ -132,7 +140,8 @@ class JointLabels:
         self.uses: list[_Use] = []
         self.named: dict[str, tuple[int, list[tuple[Role, ...]]]] = {}
         """The variable and the roles by label of operations, by the names of their nodes."""
-        self.labelled: dict[Any, tuple[list[tuple[Role, ...]], torch.Tensor]] = {}
+        self.labelled: dict[Any, _CallLabels] = {}
+        self.tables: dict[tuple[Any, ...], torch.Tensor] = {}
         self.products: set[int] = set()
         """Variables of products, which may hide collectives."""
         self.in_decomposition = False
@@ -186,7 +195,7 @@ class JointLabels:
             table = self.table(use)
             if overlap and not self.products.isdisjoint((use.variable, use.value.variable)):
                 table, factor = self.exposed(use, table), factor * compute
-            labelling.pair(use.value.variable, use.variable, factor * table)
+            labelling.pair(use.value.variable, use.variable, self.equal.scaled(table, factor))
         labels, weight = labelling.solve()
         if shared and layouts is None:
             self.labels = labels
@@ -258,10 +267,13 @@ class JointLabels:
     def table(self, use: _Use) -> torch.Tensor:
         """Return the seconds from every state of a value to every state that a use requires."""
         value, (ndim, size) = use.value, (use.value.meta.ndim, nbytes(use.value.meta))
-        time = distances(self.axes, self.topology, ndim, size)
-        if value.grad:
-            time = time + gradient_distances(self.axes, self.topology, ndim, size)
-        return time[value.states][:, use.states]
+        key = id(value.states), id(use.states), ndim, size, value.grad
+        if key not in self.tables:
+            time = distances(self.axes, self.topology, ndim, size)
+            if value.grad:
+                time = time + gradient_distances(self.axes, self.topology, ndim, size)
+            self.tables[key] = self.equal.unique(time[value.states][:, use.states])
+        return self.tables[key]
 
     # -- the graph -------------------------------------------------------------------------
 
@@ -411,33 +423,32 @@ class JointLabels:
         unreduced = tuple(v.unreduced if isinstance(v, _Value) else None for v in values)
         key = rule, call.operands, call.results, tuple(sizes.items()), grad, decomposes, unreduced
         if key not in self.labelled:
-            self.labelled[key] = labels_of(
+            labels, rows = labels_of(
                 roles, rule, sizes, self.axes.sizes, unreduced, all_axes=self.axes.left_out == 1
             )
-        labels, rows = self.labelled[key]
+            shards = torch.where(rows[:, 0] == 1, torch.tensor(self.axes.sizes), 1).prod(1)
+            states = [joint_indices(code, 0 if meta is None else meta.ndim)
+                      for code, meta in zip(rows.unbind(1)[1:], (*call.operands, *call.results),
+                                            strict=True)]  # fmt: skip
+            self.labelled[key] = _CallLabels(labels, shards.double(), states)
+        labels, shards, states = self.labelled[key]
         passes = FORWARD_AND_BACKWARD if grad and self.has_grad else 1
         time = passes * _least_time(self.topology, rule, call, sizes, decomposes)
         time /= self.axes.left_out
-        shards = torch.where(rows[:, 0] == 1, torch.tensor(self.axes.sizes), 1).prod(1)
-        variable = self.variable(time / shards.double())
+        variable = self.variable(time / shards)
         if call.op in FACTORS:
             self.products.add(variable)
         if not self.in_decomposition:
             self.named[name] = variable, labels
-        tensors = len(call.operands), len(call.results)
-        codes = iter(rows.unbind(1)[1:])
-        for value, meta, code in zip(values, call.operands, codes, strict=False):
+        for value, state in zip(values, states, strict=False):
             if isinstance(value, _Value):
-                self.uses.append(_Use(value, variable, joint_indices(code, meta.ndim)))
-        kinds = [
-            reductions(index, roles, len(self.axes.sizes), unreduced) for index in range(tensors[1])
-        ]
+                self.uses.append(_Use(value, variable, state))
         return [
             None if meta is None
-            else _Value(variable, joint_indices(code, meta.ndim), meta, grad and is_inexact(meta),
-                        unreduced)
-            for meta, code, unreduced in zip(
-                call.results, rows.unbind(1)[1 + tensors[0] :], kinds, strict=True)
+            else _Value(variable, state, meta, grad and is_inexact(meta),
+                        reductions(index, roles, len(self.axes.sizes), unreduced))
+            for index, (meta, state) in enumerate(
+                zip(call.results, states[len(call.operands) :], strict=True))
         ]  # fmt: skip
 
 

@@ -302,6 +302,41 @@ def test_small_tables_give_lower_bounds(cells: int, monkeypatch: pytest.MonkeyPa
     assert graph.solve()[1] < least
 
 
+def test_dominated_labels_change_no_least_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pairs weigh the distance of their labels: labels of large weight are dominated by near ones.
+
+    Tables have room for no three variables with all labels, but for three with those that remain.
+    """
+    draw = random.Random(2)
+    for _ in range(20):
+        graph, own = (
+            Labelling(),
+            [[draw.choice((0.0, 2.0, 6.0)) for _ in range(4)] for _ in "abcde"],
+        )
+        for weights in own:
+            graph.variable(weights)
+        pairs = [*itertools.pairwise(range(5)), (0, 2), (2, 4)]
+        for a, b in pairs:
+            graph.pair(a, b, [[abs(i - j) * 1.0 for j in range(4)] for i in range(4)])
+        best = min(
+            sum(own[v][label] for v, label in enumerate(labels))
+            + sum(abs(labels[a] - labels[b]) for a, b in pairs)
+            for labels in itertools.product(range(4), repeat=5)
+        )
+        monkeypatch.setattr(variable_elimination, "MAX_CELLS", 4**3 - 1)
+        rest = [graph.equal.undominated(tables, v) for v, tables in enumerate(graph.touching())]
+        labels, total = graph.solve()
+        assert min(map(len, rest)) < 4
+        assert total <= best
+        if all(len(rest[v]) < 4 for v in (1, 3)):
+            assert (
+                total
+                == best
+                == sum(own[v][label] for v, label in enumerate(labels))
+                + sum(abs(labels[a] - labels[b]) for a, b in pairs)
+            )
+
+
 def test_labelling_is_exact() -> None:
     draw = random.Random(0)
     for _ in range(40):
