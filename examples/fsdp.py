@@ -16,7 +16,6 @@ import sys
 
 import optree
 import torch.nn.functional as F
-from memory import memory_table
 from rich import print as rich_print
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -31,6 +30,7 @@ from train_lm import (
     single_block,
     train_single,
 )
+from zero_adamw import memory_table
 
 import fshard as fs
 from fshard import P

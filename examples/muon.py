@@ -16,10 +16,10 @@ from collections.abc import Callable, Mapping
 
 import optree
 import torch
-from memory import memory_table
 from rich import print as rich_print
 from torch import Tensor
 from train_lm import Config, Tree, batches, initial_weights, model_specs, read_text, single_loss
+from zero_adamw import memory_table
 
 import fshard as fs
 from fshard import P

@@ -19,10 +19,14 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import fshard as fs
 from fshard import P
+
+try:
+    from transformers import LlamaConfig, LlamaForCausalLM
+except ModuleNotFoundError:
+    sys.exit('partition_llama.py needs transformers: pip install -e ".[models]"')
 
 BATCH, LENGTH, WORDS = 16, 12, 24
 LAYOUTS = [

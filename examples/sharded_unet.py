@@ -1,6 +1,6 @@
 """Train a UNet that segments photographs whose rows and columns are sharded over a 2-D mesh.
 
-    pip install "fshard[examples]"
+    pip install -e ".[examples]"
     python examples/sharded_unet.py                          # 4 simulated devices
     torchrun --nproc-per-node 4 examples/sharded_unet.py 40
 
@@ -76,7 +76,7 @@ def photographs(scale: int) -> Tensor:
 
         images = load_sample_images().images
     except ImportError as error:
-        sys.exit(f'{error}: pip install "fshard[examples]" installs scikit-learn and Pillow')
+        sys.exit(f'{error}: pip install -e ".[examples]" installs scikit-learn and Pillow')
     x = torch.stack([torch.from_numpy(image.copy()) for image in images]).permute(0, 3, 1, 2)
     return F.avg_pool2d(x.double() / 255, scale)
 

@@ -23,6 +23,8 @@ These words have one meaning in the code and its documentation:
 
 from functools import partial as _partial
 from importlib.metadata import PackageNotFoundError, version
+from inspect import ismodule as _ismodule
+from sys import modules as _modules
 
 from fshard import domain, interop, random, state, testing
 from fshard._torch.dynamo import run_uncompiled as _run_uncompiled
@@ -239,6 +241,10 @@ _publish(
         "Pending": "fs.start",
         "Strategy": "fs.propagate",
     },
+)
+# `import fshard.partition.auto as m` reads the modules of the package from the function.
+vars(partition).update(
+    (name, item) for name, item in vars(_modules["fshard.partition"]).items() if _ismodule(item)
 )
 _publish(vars(domain), domain.__all__)
 _publish(vars(random), random.__all__)

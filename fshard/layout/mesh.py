@@ -117,7 +117,7 @@ class Mesh(NotebookView):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Hashes of strings differ between processes, so a pickle calls the constructor.
-        return _rebuild_mesh, (self.axes, self.sizes, self.devices)
+        return rebuild_mesh, (self.axes, self.sizes, self.devices)
 
     def __repr__(self) -> str:
         grid = ", ".join(f"{a}={n}" for a, n in zip(self.axes, self.sizes, strict=True))
@@ -464,9 +464,9 @@ def _canonical_devices(
     return ids
 
 
-def _rebuild_mesh(
-    axes: tuple[str, ...], sizes: tuple[int, ...], devices: range | tuple[int, ...]
-) -> Mesh:
+def rebuild_mesh(*parts: Any) -> Mesh:
+    """Return the mesh of the parts of a pickle."""
+    axes, sizes, devices = parts
     return Mesh(dict(zip(axes, sizes, strict=True)), devices=devices)
 
 

@@ -114,7 +114,7 @@ class PartitionSpec:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PartitionSpec._of, self._parts
+        return rebuild_partition, self._parts
 
     @property
     def _parts(self) -> tuple[tuple[tuple[str, ...], ...], Kinds, Kinds]:
@@ -209,6 +209,11 @@ def _kinds(
                 f"{word}={{{axis!r}: {kind!r}}}",
                 f"a reduction must be one of {', '.join(allowed)}", fix))  # fmt: skip
     return tuple(sorted(kinds.items(), key=lambda item: str(item[0])))
+
+
+def rebuild_partition(*parts: Any) -> PartitionSpec:
+    """Return the partition of the parts of a pickle."""
+    return PartitionSpec._of(*parts)
 
 
 def chunk_sizes(size: int, axis_sizes: Sequence[int]) -> tuple[int, ...]:

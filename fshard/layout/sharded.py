@@ -16,14 +16,16 @@ from typing import Any, NoReturn
 
 import torch
 from torch.overrides import resolve_name
+from torch.serialization import add_safe_globals
 
 from fshard._torch.dynamo import register_pytree_node
 from fshard._torch.functorch import flattens_for_gradients
 from fshard._util.errors import ShardingError, fail
 from fshard._util.text import plural, ranks_text
 from fshard._util.tracebacks import boundary
-from fshard.layout.mesh import Mesh
-from fshard.layout.spec import Spec
+from fshard.layout.mesh import Mesh, rebuild_mesh
+from fshard.layout.partition_spec import rebuild_partition
+from fshard.layout.spec import Spec, rebuild_spec
 
 MAX_PRINTED_SHARDS = 16
 
@@ -232,7 +234,8 @@ def _attribute(pair: Sharded, name: str) -> NoReturn:
     if name.endswith("_") and hasattr(torch.Tensor, name[:-1]):
         _fail(f"pair.{name}", pair, f"pair = fs.apply(torch.Tensor.{name[:-1]}, pair, *args)")
     if callable(getattr(torch.Tensor, name)):
-        _fail(f"pair.{name}", pair, f"fs.apply(torch.Tensor.{name}, pair, *args)")
+        parameter = f"; a parameter is a local, torch.nn.Parameter({local})" * (name == "detach")
+        _fail(f"pair.{name}", pair, f"fs.apply(torch.Tensor.{name}, pair, *args){parameter}")
     if name in VIEWS:
         _fail(f"pair.{name}", pair, f"fs.apply(lambda x: x.{name}, pair)")
     _fail(f"pair.{name}", pair, f"{local}.{name}")
@@ -260,7 +263,7 @@ REFUSALS = (
         "__getattr__": _attribute,
         "__getitem__": _operator("torch.Tensor.__getitem__"),
         "__contains__": _contains,
-        "__len__": _conversion("len(pair)", "pair.shape[0]"),
+        "__len__": _conversion("len(pair)", "pair.shape[0]; for its values, fs.unshard(pair)"),
         "__bool__": _conversion("bool(pair)", "bool(fs.unshard(pair)), or pair is not None"),
         "__float__": _conversion("float(pair)", "float(fs.unshard(pair))"),
         "__int__": _conversion("int(pair)", "int(fs.unshard(pair))"),
@@ -302,3 +305,5 @@ def _flatten(pair: Sharded) -> tuple[list[Any], Spec]:
 
 
 register_pytree_node(Sharded, _flatten, lambda xs, spec: Sharded(next(iter(xs)), spec))
+# `torch.load(weights_only=True)` reads pairs.
+add_safe_globals([Sharded, rebuild_mesh, rebuild_partition, rebuild_spec, range])

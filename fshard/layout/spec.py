@@ -155,7 +155,7 @@ class Spec(NotebookView):
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Spec._of, (self.mesh, self.partition, self.shape, self.dtype, self.sizes)
+        return rebuild_spec, (self.mesh, self.partition, self.shape, self.dtype, self.sizes)
 
     # -- text -------------------------------------------------------------------------
 
@@ -467,6 +467,11 @@ def partition_of(mesh: Mesh, layout: Any, ndim: int | None = None) -> Any:
     dims = [placement.dim for placement in layout if hasattr(placement, "dim")]
     size = max([0, *(dim + 1 for dim in dims)]) if ndim is None else ndim
     return from_placements_hook.call(mesh, layout, (mesh.size,) * size, torch.float32).partition
+
+
+def rebuild_spec(*parts: Any) -> Spec:
+    """Return the spec of the parts of a pickle."""
+    return Spec._of(*parts)
 
 
 @Hook

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
+from numbers import Number
 from typing import Any
 
 import torch
@@ -397,18 +398,18 @@ def result_problems(result: Any, leaves: Sequence[Any]) -> list[Problem]:
 
 
 def check_non_tensors(where: str, results: Iterable[tuple[str, Any, Any]]) -> None:
-    """Raise `ShardingError` for results other than tensors whose out spec has axes."""
+    """Raise `ShardingError` for results other than tensors whose out spec is of a tensor."""
     raise_if(
         where,
         [
             Problem(
                 f"{path}: a {type(value).__name__} with the out spec {_describe(leaf)}",
-                "only tensors can be sharded",
+                "only tensors can be sharded, and only tensors and numbers have P()",
                 "None, or P() for a number; torch.tensor([value]) to concatenate the ranks' values",
             )
             for path, leaf, value in results
             if leaf is not None and value is not None
-            if not isinstance(leaf, PartitionSpec) or leaf.axes
+            if not isinstance(leaf, PartitionSpec) or leaf.axes or not isinstance(value, Number)
         ],
     )
 

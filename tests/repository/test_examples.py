@@ -286,6 +286,12 @@ def losses_of_example(out: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"(?:  loss|->) (\d\S+)", out)]
 
 
+def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(SystemExit, match=r'transformers: pip install -e "\.\[models\]"'):
+        load(PARTITION_LLAMA, monkeypatch)
+
+
 @pytest.mark.skipif(not HAS_TRANSFORMERS, reason="the extra `models` is not installed")
 @pytest.mark.timeout(300)
 def test_partition_llama_agrees_with_one_device(

@@ -212,3 +212,11 @@ def test_pickles_do_not_need_the_import_of_a_module() -> None:
     code = f"import pickle; print(pickle.loads({values!r}))"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout == "(Mesh(x=2), P('x'), f32[4@x])\n"
+
+
+def test_modules_of_a_package_with_the_name_of_a_function_are_imported() -> None:
+    """`import ... as` reads attributes; other forms take modules by their names."""
+    import fshard.partition.step_cost.roofline as roofline
+
+    assert roofline.Roofline is fs.Roofline
+    assert inspect.ismodule(roofline)

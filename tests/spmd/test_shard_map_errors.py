@@ -50,6 +50,10 @@ def numbered(v: Any) -> Any:
     return v, {"place": int(fs.axis_index("y"))}
 
 
+def named(x: torch.Tensor) -> tuple[torch.Tensor, str]:
+    return x, "name"
+
+
 def number(v: Any) -> Any:
     return 3
 
@@ -124,7 +128,10 @@ REFUSED: list[Case] = [
      "a result that is not a tensor must be equal on every rank",
      "torch.tensor([value]) with an out spec that concatenates the ranks' values"),
     (number, P("x"), P("x"), (X,), "result: a int with the out spec P('x')",
-     "only tensors can be sharded",
+     "only tensors can be sharded, and only tensors and numbers have P()",
+     "None, or P() for a number; torch.tensor([value]) to concatenate the ranks' values"),
+    (named, P("x"), (P("x"), P()), (X,), "result[1]: a str with the out spec P()",
+     "only tensors can be sharded, and only tensors and numbers have P()",
      "None, or P() for a number; torch.tensor([value]) to concatenate the ranks' values"),
 ]  # fmt: skip
 
