@@ -235,8 +235,8 @@ def test_gradients_of_a_pair_name_calls_that_work() -> None:
         (torch.tensor, "pair.shape[0]; for its values, fs.unshard(pair)"),
         (
             torch.nn.Parameter,
-            "fs.apply(torch.Tensor.detach, pair, *args); a parameter is a local, "
-            "torch.nn.Parameter(pair.local[0])",
+            "fs.apply(torch.Tensor.detach, pair, *args); "
+            + "a parameter is a local, torch.nn.Parameter(pair.local[0])",
         ),
     ],
     ids=lambda value: value.replace("(*args)", "") if isinstance(value, str) else "",
