@@ -218,6 +218,9 @@ def test_gradients_of_a_pair_name_calls_that_work() -> None:
     eval(fix_of(torch.autograd.backward, loss), {**scope, "pair": loss})
 
 
+PARAMETER = "a parameter is a local, torch.nn.Parameter(pair.local[0])"
+
+
 @pytest.mark.parametrize(
     ("use", "fix"),
     [
@@ -233,11 +236,7 @@ def test_gradients_of_a_pair_name_calls_that_work() -> None:
         (torch.nn.Linear(2, 3), "fs.apply(torch.nn.functional.linear, pair, tensor, tensor)"),
         (lambda x: x < None, "fs.apply(torch.lt, pair, None)"),
         (torch.tensor, "pair.shape[0]; for its values, fs.unshard(pair)"),
-        (
-            torch.nn.Parameter,
-            "fs.apply(torch.Tensor.detach, pair, *args); "
-            + "a parameter is a local, torch.nn.Parameter(pair.local[0])",
-        ),
+        (torch.nn.Parameter, f"fs.apply(torch.Tensor.detach, pair, *args); {PARAMETER}"),
     ],
     ids=lambda value: value.replace("(*args)", "") if isinstance(value, str) else "",
 )
