@@ -96,7 +96,8 @@ class Auto(NotebookView):
         layouts = _with_equal_layers(zip(paths(self.in_specs, "args"), leaves, strict=True))
         width = max(len(name) for name, _ in layouts)
         text = [f"{name:<{width}}  {layout}" for name, layout in layouts]
-        text.append(_cost_text(self.time, self.memory))
+        hidden = " if collectives of arguments are hidden" if self.partition.overlap else ""
+        text.append(_cost_text(self.time, self.memory, hidden))
         text.append(f"{self._proof()}; {self.explored}")
         rows = [
             (f"{name} as {p}", _cost_text(time, memory))
@@ -140,8 +141,8 @@ def _with_equal_layers(layouts: Iterable[tuple[str, Any]]) -> list[tuple[str, st
     ]
 
 
-def _cost_text(time: float, memory: int) -> str:
-    return f"{time_text(time)} a step, {bytes_text(memory)} on a rank"
+def _cost_text(time: float, memory: int, hidden: str = "") -> str:
+    return f"{time_text(time)} a step{hidden}, {bytes_text(memory)} on a rank"
 
 
 def auto(
@@ -178,7 +179,8 @@ def auto(
         out_specs: layouts of the results, as of `fs.partition`; None leaves them as they come out.
         overlap: the step is one in which collectives of arguments and of their gradients run beside
             the computation, as with buckets, and products beside the gathers and reductions around
-            them (`overlap` of `fs.partition`); by default nothing overlaps.
+            them (`overlap` of `fs.partition`); by default nothing overlaps. The layouts are those
+            of the least `roofline()`, which shows the waiting, among the best by these times.
         seconds: time after which the best choice so far is taken.
 
     Returns:
@@ -260,7 +262,7 @@ def _result(search: ChoiceSearch, best: Choice, start: float, deadline: float) -
     """Return the answer of `auto` for the best choice; raise if it exceeds the memory."""
     planned = search.costs[best]
     if search.memory is not None:
-        best, planned = search.fitted(deadline)
+        best, planned = search.fitted(best, deadline)
     step, _, part, call = planned
     held, seconds = peak_of(call), time.monotonic() - start
     alternatives = []

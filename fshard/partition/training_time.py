@@ -48,14 +48,17 @@ class StepTime(NamedTuple):
         """Seconds of the step if nothing overlaps."""
         return self.compute + self.activations + self.arguments
 
-    @property
-    def overlapped(self) -> float:
-        """Seconds of the step if the collectives of arguments run beside the computation.
+    def overlapped(self, share: float) -> float:
+        """Return the seconds of the step if collectives of arguments run beside the computation.
 
         Gathers are launched ahead of their uses, and reductions in buckets while the backward pass
         goes on (PyTorch DDP, arXiv 2006.15704; FSDP, arXiv 2304.11277).
+
+        Args:
+            share: share of a collective's time in which a device computes on (`Topology.overlap`).
         """
-        return self.activations + max(self.compute, self.arguments)
+        busy = self.compute + (1 - share) * self.arguments
+        return self.activations + max(busy, self.arguments)
 
 
 def step_times(

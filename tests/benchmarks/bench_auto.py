@@ -143,7 +143,7 @@ def compared(program: SmallProgram, mesh: Mesh, topology: Topology) -> Compariso
     search = ChoiceSearch(program.function, mesh, args, topology, None, {})
     labels = search.labels(search.cost(search.replicated()).call)
     assert labels is not None
-    for choice in itertools.product(*map(search.layouts, range(len(search.leaves)))):
+    for choice in itertools.product(*(leaf.layouts(mesh) for leaf in search.leaves)):
         search.cost(choice)
         search.cost(choice, labels.solve(layouts=choice).roles)
     best = search.best()

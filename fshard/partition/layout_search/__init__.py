@@ -5,5 +5,6 @@
   weight is a lower bound of the time of a step in any layouts. `role_labels`: those of one call.
 - `variable_elimination`: labels of least weight; equal parts of a graph are solved once.
 - `state_distances`: the least time between any two layouts of a tensor, forward and backward.
-- `label_graph`: labels for one group of axes after the other, for meshes of many axes.
+- `merged_axes`: groups of axes that are labelled as one, on meshes of many axes.
+- `argument_layouts`: the arguments' leaves, and their layouts with even shards.
 """

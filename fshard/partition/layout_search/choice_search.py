@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from fshard._util.errors import ShardingError
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
@@ -20,8 +22,9 @@ from fshard.ops.propagate.choice_hints import RoleHint
 from fshard.ops.propagate.role_costs import nbytes
 from fshard.partition.function_traces import FunctionTraces
 from fshard.partition.ir import ClosureTensor, Operation, Redistribution
-from fshard.partition.layout_search.joint_labels import JointLabels
-from fshard.partition.layout_search.label_graph import ArgumentLeaf, GraphLabels
+from fshard.partition.layout_search.argument_layouts import ArgumentLeaf
+from fshard.partition.layout_search.joint_labels import JointLabels, LabelledLayouts
+from fshard.partition.layout_search.merged_axes import MergedAxes, mergers
 from fshard.partition.layout_search.role_labels import TooManyLabels
 from fshard.partition.partition import Partition
 from fshard.partition.partitioned_call import PartitionedCall
@@ -37,7 +40,8 @@ MAX_STARTS = 2
 """Number of the best choices that are improved argument by argument."""
 MAX_RELABELLED = 8
 """Number of the best choices whose operations are labelled again for their layouts."""
-MAX_ORDERS = 24
+MAX_MERGED = 4
+"""Number of ways to merge axes whose labels are planned."""
 MAX_ATTEMPTS, RATE = 4, 1.5
 """Number of labellings with other shares of the uses of values, to raise the bound, and the first
 rate of their change."""
@@ -45,6 +49,8 @@ MAX_LABELLED_AXES = 3
 """Number of axes that are labelled together, where all of a mesh have too many labels."""
 PROVEN = 1e-3
 """Share of the time by which a choice may exceed the bound, to count as the best possible."""
+MAX_RECORDED, RECORDED_SHARE = 32, 0.3
+"""Number of choices whose rooflines are compared, if collectives overlap, and share of the time."""
 MAX_FITTED = 3
 """Number of the fastest choices, and of the smallest, that are planned to fit into the memory."""
 MEMORY_PRICES = (0.0, *(10.0**power for power in range(-16, -7)))
@@ -146,11 +152,15 @@ class ChoiceSearch:
 
     def run(self, deadline: float) -> Choice:
         """Search until a time of `time.monotonic()`, and return the best choice."""
+        end, now = deadline, time.monotonic()
+        if self.overlap:  # the rest of the time is for rooflines
+            deadline -= RECORDED_SHARE * max(0.0, deadline - now)
         replicated, smallest = self.replicated(), self.smallest()
         self.cost(replicated)
         labels = self.labels(self.costs[replicated].call)
         if labels is None:
-            self.label_axis_by_axis(deadline)
+            for count in range(1, MAX_LABELLED_AXES + 1):
+                self.label_merged_axes(count, deadline)
             self.label_some_axes(deadline)
         else:
             self.label_jointly(labels, deadline)
@@ -168,22 +178,34 @@ class ChoiceSearch:
             for choice in sorted(self.costs, key=self.rank)[:MAX_RELABELLED]:
                 if time.monotonic() < deadline and not self.is_proven():
                     self.cost(choice, labels.solve(layouts=choice).roles)
-        return self.best()
+        return self.least_in_order(end) if self.overlap else self.best()
 
     def labels(
-        self, call: PartitionedCall, axes: Sequence[str] | None = None
-    ) -> JointLabels | None:
+        self, call: PartitionedCall, axes: Sequence[str] | None = None,
+        merged: MergedAxes | None = None,
+    ) -> JointLabels | None:  # fmt: skip
         """Return the labelling of the traced graph, None if an operation has too many labels.
 
-        With `axes` only these are labelled.
+        With `axes` only these are labelled, with `merged` the merged axes; of these there is no
+        labelling if a fixed layout tells the axes of a group apart.
         """
-        results = [None] * call._tree.num_leaves
+        results: list[Any] = [None] * call._tree.num_leaves
         if self.out_specs is not None:
             tree = unflatten(call._tree, [0] * len(results))
             results = broadcast_prefix(self.out_specs, tree, "out_specs", "fs.auto")
+        options, mesh = self.options, self.mesh
+        if merged is not None:
+            given = [*results, *(leaf.fixed for leaf in self.leaves)]
+            if (layouts := merged.merge_all(given)) is None:
+                return None
+            results, fixed, mesh = layouts[: len(results)], layouts[len(results) :], merged.mesh
+            options = [
+                None if leaf.meta is None else [*leaf.layouts(mesh)] if p is None else [p]
+                for leaf, p in zip(self.leaves, fixed, strict=True)
+            ]
         try:
-            return JointLabels(call.source, self.mesh, self.options, self.leaves, results,
-                               self.topology, grad=call.grad, axes=axes)  # fmt: skip
+            return JointLabels(call.source, mesh, options, self.leaves, results, self.topology,
+                               grad=call.grad, axes=axes)  # fmt: skip
         except TooManyLabels:
             return None
 
@@ -217,10 +239,17 @@ class ChoiceSearch:
         call = self.costs[self.replicated()].call
         axes = [axis for axis in self.mesh.axes if self.mesh.shape[axis] > 1]
         for count in range(min(len(axes) - 1, MAX_LABELLED_AXES), 0, -1):
+            seen = set[tuple[int, ...]]()  # with axes left out, links are those of all axes
             for some in itertools.combinations(axes, count):
-                if time.monotonic() > deadline or (labels := self.labels(call, some)) is None:
+                sizes = tuple(sorted(self.mesh.shape[axis] for axis in some))
+                if self.is_symmetric and sizes in seen:
+                    continue
+                seen.add(sizes)
+                if (labels := self.labels(call, some)) is None:
                     break
                 for share, attempt in itertools.product(self.shares, range(MAX_ATTEMPTS)):
+                    if self.bound and time.monotonic() > deadline:
+                        return
                     compute, arguments = share
                     weight = labels.solve(compute=compute, arguments=arguments,
                                           overlap=self.overlap).weight  # fmt: skip
@@ -230,21 +259,40 @@ class ChoiceSearch:
                 return
 
     @property
+    def is_symmetric(self) -> bool:
+        """True if no given layout tells axes of equal sizes and links apart."""
+        given = (*flatten(self.out_specs)[0], *(leaf.fixed for leaf in self.leaves))
+        return not any((p.partition if isinstance(p, Spec) else p).axes for p in given if p)
+
+    @property
     def shares(self) -> Sequence[tuple[float, float]]:
         """Factors of the computation, and of the collectives of arguments, for bounds.
 
         The longer of two times that overlap is at least any mean of them.
         """
-        return [(share, 1 - share) for share in OVERLAP_SHARES] if self.overlap else [(1.0, 1.0)]
+        hidden = self.topology.overlap if self.overlap else 0.0
+        return [(share, 1 - share * hidden) for share in (OVERLAP_SHARES if hidden else (1.0,))]
 
-    def label_axis_by_axis(self, deadline: float) -> None:
-        """Plan the labels of one group of axes after the other, in several orders."""
-        graph = self.costs[self.replicated()].call.source
+    def label_merged_axes(self, count: int, deadline: float) -> None:
+        """Plan the labels of least weight on merged axes, for the best ways to merge to `count`."""
+        call = self.costs[self.replicated()].call
         prices = MEMORY_PRICES if self.memory is not None else MEMORY_PRICES[:1]
-        for price, order in itertools.product(prices, _orders(self.mesh)):
-            if time.monotonic() < deadline:
-                labels = GraphLabels(graph, self.mesh, self.leaves, self.topology, price)
-                self.cost(labels.run(order))
+        found: dict[float, list[tuple[LabelledLayouts, MergedAxes]]] = defaultdict(list)
+        for merged in mergers(self.mesh, self.topology, count, distinct=self.is_symmetric):
+            if time.monotonic() > deadline and (found or self.plans > 1):
+                break
+            if (labels := self.labels(call, merged=merged)) is not None:
+                for price in prices:
+                    found[price].append((labels.solve(shared=False, price=price), merged))
+        for price, labelled in found.items():
+            labelled.sort(key=lambda item: item[0].weight)
+            for (layouts, roles, _), merged in labelled[: 1 if price else MAX_MERGED]:
+                choice = tuple(
+                    merged.separated(p) if leaf.is_free else leaf.fixed
+                    for p, leaf in zip(layouts, self.leaves, strict=True)
+                )
+                if self.plans == 1 or time.monotonic() < deadline:
+                    self.cost(choice, merged.separated_roles(roles))
 
     def plan_all(self, labels: JointLabels | None, deadline: float) -> None:
         """Plan all choices, but those whose own bound exceeds the best."""
@@ -285,8 +333,8 @@ class ChoiceSearch:
         """Return the choice with every argument in the most shards, over its first dims."""
         key = lambda p: (self.mesh.axis_size(p.axes), [len(axes) for axes in p.dims])  # noqa: E731
         return tuple(
-            max(self.layouts(i), key=key) if leaf.is_free else leaf.fixed
-            for i, leaf in enumerate(self.leaves)
+            max(leaf.layouts(self.mesh), key=key) if leaf.is_free else leaf.fixed
+            for leaf in self.leaves
         )
 
     def cost(self, choice: Choice, roles: Mapping[str, RoleHint] | None = None) -> Planned:
@@ -301,7 +349,7 @@ class ChoiceSearch:
             self.plans += 1
             self.planned.add(key)
             times = call_times(call, self.topology)
-            seconds = times.overlapped if self.overlap else times.in_turn
+            seconds = times.overlapped(self.topology.overlap) if self.overlap else times.in_turn
             held = step_memory(call) if self.memory is None else peak_of(call)
             planned = Planned(seconds, held, part, call)
             if choice not in self.fastest or seconds < self.fastest[choice].time:
@@ -332,8 +380,31 @@ class ChoiceSearch:
         """Return the best choice so far."""
         return min(self.costs, key=self.rank)
 
-    def fitted(self, deadline: float) -> tuple[Choice, Planned]:
-        """Return the fastest choice that fits into the memory, and its plan.
+    def least_in_order(self, deadline: float) -> Choice:
+        """Return the choice of the least roofline, among the best with and without overlap.
+
+        How much of the collectives is hidden depends on where they are launched and awaited, which
+        the record of a step shows. The best comes first, and others while there is time.
+        """
+        best, least = self.best(), math.inf
+        over = self.rank(best)[0]
+        fits = [choice for choice in self.costs if self.rank(choice)[0] == over]
+        in_turn = {x: call_times(self.costs[x].call, self.topology).in_turn for x in fits}
+        orders = sorted(fits, key=self.rank), sorted(fits, key=in_turn.__getitem__)
+        first = dict.fromkeys(x for pair in zip(*orders, strict=True) for x in pair)
+        for choice in itertools.islice(first, MAX_RECORDED):
+            if least < math.inf and time.monotonic() > deadline:
+                break
+            try:
+                seconds = self.costs[choice].call.roofline().time
+            except ShardingError:  # an operation does not run without values
+                break
+            if seconds < least:
+                best, least = choice, seconds
+        return best
+
+    def fitted(self, best: Choice, deadline: float) -> tuple[Choice, Planned]:
+        """Return the fastest choice that fits into the memory, and its plan: `best` if it fits.
 
         One that does not fit by its layouts may gather again or recompute values in the backward
         pass, as `fs.partition(memory=)` chooses, which takes the more time.
@@ -348,21 +419,20 @@ class ChoiceSearch:
         over = [item for item in plans if item[1].memory > limit]
         by_time = sorted(over, key=lambda item: item[1].time)[:MAX_FITTED]
         by_memory = sorted(over, key=lambda item: item[1].memory)[:MAX_FITTED]
-        fits = [item for item in self.costs.items() if item[1].memory <= limit]
-        best = min(fits, key=lambda item: item[1].time, default=None)
+        found = (best, self.costs[best]) if self.costs[best].memory <= limit else None
         for choice, planned in {id(item[1]): item for item in (*by_time, *by_memory)}.values():
-            late = best is not None and time.monotonic() > deadline
-            if late or (best is not None and planned.time >= best[1].time):
+            late = found is not None and time.monotonic() > deadline
+            if late or (found is not None and planned.time >= found[1].time):
                 continue
             call, choices = fitting_call(lambda _, call=planned.call: call, [()], limit)  # type: ignore[misc]
             tried += choices
             if call is not None:
                 seconds = planned.time + choices[0].time - choices[1].time
-                if best is None or seconds < best[1].time:
-                    best = choice, Planned(seconds, choices[0].peak, planned.partition, call)
-        if best is None:
+                if found is None or seconds < found[1].time:
+                    found = choice, Planned(seconds, choices[0].peak, planned.partition, call)
+        if found is None:
             refuse_memory(limit, tried, "fs.auto")
-        choice, planned = best
+        choice, planned = found
         part = self.partitioned(choice, planned.partition._roles, limit)
         return choice, planned._replace(partition=part)
 
@@ -375,7 +445,7 @@ class ChoiceSearch:
         """Return the best choice after one pass that changes every argument, largest first."""
         sizes = {i: nbytes(x.meta) for i, x in enumerate(self.leaves) if x.is_free and x.meta}
         for leaf in sorted(sizes, key=lambda i: (-sizes[i], i)):
-            for p in self.layouts(leaf):
+            for p in self.leaves[leaf].layouts(self.mesh):
                 if time.monotonic() > deadline:
                     return self.best()
                 other = (*choice[:leaf], p, *choice[leaf + 1 :])
@@ -388,32 +458,4 @@ class ChoiceSearch:
         if self.leaves[leaf].meta is None:
             return None
         fixed = self.leaves[leaf].fixed
-        return [*self.layouts(leaf)] if fixed is None else [fixed]
-
-    def layouts(self, leaf: int) -> list[PartitionSpec]:
-        """Return the layouts of an argument with even shards: each axis shards a dim or none."""
-        meta, partitions = self.leaves[leaf].meta, []
-        assert meta is not None
-        for dims in itertools.product((None, *range(meta.ndim)), repeat=len(self.mesh.axes)):
-            entries = [tuple(a for a, d in zip(self.mesh.axes, dims, strict=True) if d == dim)
-                       for dim in range(meta.ndim)]  # fmt: skip
-            sizes = [self.mesh.axis_size(axes) for axes in entries]
-            if all(size % n == 0 and size for size, n in zip(meta.shape, sizes, strict=True)):
-                partitions.append(PartitionSpec(*(axes or None for axes in entries)))
-        return partitions
-
-
-def _orders(mesh: Mesh) -> list[tuple[tuple[str, ...], ...]]:
-    """Return orders in which axes are labelled: one by one, several as one, or some left out.
-
-    The best for every axis alone may be worse than one factor sharded over all, or over some.
-    """
-    permutations = itertools.islice(itertools.permutations(mesh.axes), 6)
-    orders: list[tuple[tuple[str, ...], ...]] = [
-        tuple((axis,) for axis in order) for order in permutations
-    ]
-    for count in range(len(mesh.axes), 0, -1):
-        for group in itertools.combinations(mesh.axes, count):
-            rest: list[tuple[str, ...]] = [(axis,) for axis in mesh.axes if axis not in group]
-            orders += [(group, *rest), (*rest, group), (group,)]
-    return list(dict.fromkeys(orders))[:MAX_ORDERS]
+        return [*self.leaves[leaf].layouts(self.mesh)] if fixed is None else [fixed]

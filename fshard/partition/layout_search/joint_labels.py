@@ -37,7 +37,7 @@ from fshard.ops.trace.functionalize import has_no_gradient
 from fshard.ops.trace.trace import decompose
 from fshard.partition.assignment.layout_hints import call_of_node
 from fshard.partition.assignment.overlapped_products import FACTORS
-from fshard.partition.layout_search.label_graph import ArgumentLeaf
+from fshard.partition.layout_search.argument_layouts import ArgumentLeaf
 from fshard.partition.layout_search.role_labels import (
     BY_PARTS,
     MAX_LABELS,

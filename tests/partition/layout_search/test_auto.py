@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import pickle
 import random
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 
 import fshard as fs
 from fshard import Mesh, P, PartitionSpec
+from fshard.ops.propagate.choice_hints import RoleHint
 from fshard.partition.layout_search import choice_search, role_labels, variable_elimination
 from fshard.partition.layout_search.choice_search import (
     PROVEN,
@@ -20,6 +23,7 @@ from fshard.partition.layout_search.choice_search import (
     call_times,
     step_memory,
 )
+from fshard.partition.layout_search.merged_axes import MergedAxes
 from fshard.partition.layout_search.variable_elimination import Labelling
 from tests.benchmarks import bench_auto, bench_auto_models
 from tests.helpers.ops import blocks
@@ -169,7 +173,7 @@ def test_memory_is_kept_by_layouts_gathering_again_or_checkpoints(
     Operations in layouts of least weight need fewer bytes; without these parameters are gathered.
     """
     if not labelled:
-        monkeypatch.setattr(ChoiceSearch, "labels", lambda *_: None)
+        monkeypatch.setattr(ChoiceSearch, "labels", lambda *_, **__: None)
     choice = sharded_layers(None)
     limit, texts, times = choice.memory, list[str](), [choice.time]
 
@@ -217,19 +221,44 @@ def test_no_plan_of_any_layouts_undercuts_its_bound(name: str, mesh: Mesh, kind:
     assert labels is not None
     draw = random.Random(0)
     for _ in range(60):
-        choice = tuple(draw.choice(search.layouts(i)) for i in range(len(search.leaves)))
+        choice = tuple(draw.choice(leaf.layouts(mesh)) for leaf in search.leaves)
         roles, weight = labels.solve(layouts=choice)[1:]
         assert weight <= min(search.cost(choice).time, search.cost(choice, roles).time) + 1e-12
 
 
-def test_labels_of_some_axes_are_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Meshes with too many labels: two of three axes at a time, the third at no cost."""
+def test_many_axes_are_merged_and_bounded_by_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Meshes with too many labels: layouts of merged axes, and bounds of two axes of three."""
     program, mesh = bench_auto.PROGRAMS["shared"], Mesh(x=2, y=2, z=2)
-    whole = fs.auto(program.function, mesh, bench_auto.arguments(program), seconds=1)
+    fixed = {1: P(None, "y")}
+    whole, part = (fs.auto(program.function, mesh, bench_auto.arguments(program), seconds=1,
+                           fixed=layouts) for layouts in ({}, fixed))  # fmt: skip
     monkeypatch.setattr(role_labels, "MAX_LABELS", 99)
-    monkeypatch.setattr(ChoiceSearch, "label_axis_by_axis", lambda *_: None)
-    answer = fs.auto(program.function, mesh, bench_auto.arguments(program), seconds=1)
-    assert 0.5 * whole.bound < answer.bound <= whole.bound <= answer.time
+    monkeypatch.setattr(choice_search, "MAX_EXHAUSTIVE", 0)
+    monkeypatch.setattr(choice_search, "MAX_STARTS", 0)
+    for layouts, best in (({}, whole), (fixed, part)):
+        answer = fs.auto(program.function, mesh, bench_auto.arguments(program), seconds=1,
+                         fixed=layouts)  # fmt: skip
+        assert 0.5 * best.bound < answer.bound <= best.bound
+        assert answer.time == pytest.approx(best.time, rel=PROVEN)
+        assert answer.in_specs[1] == best.in_specs[1]
+
+
+def test_layouts_of_merged_axes_are_layouts_of_the_axes() -> None:
+    mesh = Mesh(a=2, b=2, a_c=2, c=2, d=1)
+    merged = MergedAxes.of(mesh, [("c", "a"), ("b",), ("a_c",)])
+    assert merged.mesh.shape == {"c_a": 4, "b": 2, "a_c": 2, "d": 1}
+    for p in (P(), P(("a", "c"), "b"), P(None, "a_c", unreduced={"a", "c"}), P(reduced={"b"})):
+        state = merged.merge(p)
+        assert state is not None
+        assert [{x for name in names for x in merged.groups[name]} for names in state.dims] == [
+            {*names} for names in p.dims
+        ]
+        assert {x for name in state.unreduced for x in merged.groups[name]} == {*p.unreduced}
+        assert p.unreduced or p.reduced or merged.separated(state) == p
+    for p in (P("a"), P("a", "c"), P("a", unreduced={"c"})):
+        assert merged.merge(p) is None
+    roles = merged.separated_roles({"mul": RoleHint((("c_a", "i"), ("b", "j")))})
+    assert roles == {"mul": RoleHint((("a", "i"), ("b", "j"), ("c", "i")))}
 
 
 @pytest.mark.parametrize("name", ["shared", pytest.param("norm", marks=pytest.mark.slow)])
@@ -259,6 +288,23 @@ def test_memory_limit_and_overlap_have_bounds() -> None:
     assert tight.bound <= tight.time
     overlapped = fs.auto(mlp, Mesh(x=4), [p, x], overlap=True)
     assert overlapped.bound <= overlapped.time <= free.time
+
+
+def test_overlap_takes_the_layouts_of_the_least_roofline() -> None:
+    """Estimates count gathers of arguments as hidden that the first operations wait for."""
+    program, on = bench_auto.PROGRAMS["diamond"], fs.Topology.tpu_v5e((2, 2))
+    args = program.function, Mesh(x=4), bench_auto.arguments(program)
+    search = ChoiceSearch(*args, on, None, {}, overlap=True)
+    search.run(time.monotonic() + 60)
+    estimated = search.costs[search.best()].call.roofline().time
+    answer = fs.auto(*args, topology=on, overlap=True, seconds=60)
+    assert answer.partitioned.roofline().time < 0.8 * estimated
+    assert answer.bound <= answer.time
+    assert "if collectives of arguments are hidden" in answer.explain()
+    # A device that waits for its collectives hides none.
+    waiting = replace(on, overlap=0.0)
+    overlapped, in_turn = (fs.auto(*args, topology=waiting, overlap=x) for x in (True, False))
+    assert overlapped.bound == pytest.approx(in_turn.bound)
 
 
 def test_out_specs_are_part_of_the_step() -> None:
