@@ -255,3 +255,4 @@ _publish(vars(testing), testing.__all__)
 # Type checkers see no __getattr__, by which every name would be one of the package.
 globals()["__getattr__"] = _partial(_refuse_name, known=__all__)
 _run_uncompiled(shard)  # the wrapper that all public functions have in common
+_run_uncompiled(Spec.replace)  # that of methods with options

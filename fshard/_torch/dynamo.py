@@ -25,7 +25,7 @@ from torch.utils._pytree import (
 
 __all__ = [
     "PytreeNode", "call_in_graph", "call_while_tracing", "compiled_functions_inlined",
-    "compiler_of",
+    "compiler_of", "end_graph",
     "graph_constant", "last_graph_of", "one_node",
     "register_pytree_node", "registered_node", "run_uncompiled", "skip_frame", "skip_frames_below",
     "tree_flatten", "tree_map", "tree_unflatten", "without_compiler",
@@ -190,6 +190,15 @@ def last_graph_of() -> int | None:
         return None
     limit: int = torch._dynamo.config.recompile_limit
     return limit if compile_id.frame_compile_id + 1 == limit else None
+
+
+def end_graph(reason: str) -> None:
+    """End the graph before the call that is traced, unless the function must be one graph."""
+    from torch._dynamo import exc, symbolic_convert
+
+    tracer = getattr(symbolic_convert.tls, "current_tx", None)
+    if tracer is not None and not (tracer.one_graph or tracer.error_on_graph_break):
+        exc.unimplemented(gb_type="fshard", context="", explanation=reason, hints=[])
 
 
 def call_in_graph(wrapper: Callable[..., Any], fn: Callable[..., Any], *args: Any) -> Any:

@@ -368,8 +368,8 @@ def partition(
     """Transform a function of one device into a local program with explicit collectives.
 
     The function is traced once for each kind of arguments, on tensors of the global shapes without
-    values: layouts are planned for sizes, and `torch.compile` has a graph for each of them, so that
-    tensors of many sizes are padded to a few (see `fs.shard_map`). Ints and floats that differ from
+    values: layouts are planned for sizes, and a graph of `torch.compile` ends before a call whose
+    sizes are symbols (see `fs.shard_map`). Ints and floats that differ from
     call to call, as a learning rate, become inputs of the graph (`explain()` says "any value") if
     they are used in Python arithmetic, comparisons and pointwise operations alone; others, as
     sizes, are traced once for each value. Writes in place are supported: arguments that the

@@ -170,8 +170,8 @@ def shard(
     """Shard a global tensor that every process holds, without communication.
 
     An unreduced axis gets the value on coordinate 0 and the neutral element elsewhere. The
-    gradient is the global tensor's, gathered on every rank. A graph of `torch.compile` holds for
-    one spec, as of all pairs and programs: sizes that are symbols become integers.
+    gradient is the global tensor's, gathered on every rank. A graph of `torch.compile` ends before
+    a tensor whose sizes are symbols (see `fs.shard_map`).
 
     Args:
         global_tensor: the tensor, of the spec's shape and dtype.

@@ -27,7 +27,7 @@ from fshard._torch.dynamo import (
 from fshard._torch.memory import unaliased_all
 from fshard.layout.sharded import Sharded
 from fshard.layout.spec import Spec
-from fshard.run.graphs.graph_node import graph_node, warn_last_graph, with_integer_sizes
+from fshard.run.graphs.graph_node import graph_node, warn_last_graph, with_planned_sizes
 from fshard.run.transports.base import current_transport, is_simulated
 from fshard.spmd.axis_env import GRAPH_AXES, BoundAxes, current_axes, current_tracker
 from fshard.spmd.tracking.typed_body import (
@@ -140,7 +140,7 @@ def compile_on_ranks(
 def planned(
     function: MappedFunction, args: tuple[Any, ...], kwargs: dict[str, Any], *others: Any
 ) -> tuple[Any, ...]:
-    """Return arguments and results of a mapped function, with integer sizes where plans need them.
+    """Return arguments and results of a mapped function, with the sizes that plans need.
 
     A `Spec`, of a pair or of the function, has integer sizes, and a simulation runs the code of
     each rank. Partitions on a rank only divide the sizes of tensors, which may be symbols.
@@ -151,7 +151,8 @@ def planned(
     if on_rank and not any(map(_has_sizes, leaves)):
         return trees
     warn_last_graph()
-    return tuple(tree_map(with_integer_sizes, trees))
+    planned_trees: tuple[Any, ...] = with_planned_sizes(trees)
+    return planned_trees
 
 
 def _run_typed(

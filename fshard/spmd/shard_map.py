@@ -108,11 +108,17 @@ def shard_map(
     and so do calls with the checks "values" and "collectives". Sizes of plain tensors may be
     symbols (`dynamic=None`, `True`): one graph serves all sizes that the ranks divide, and a
     collective on a tree then launches once for each tensor with symbols.
-    A spec has integers as sizes, and programs, layouts and costs are planned for them: pairs,
-    programs and partitioned functions have a graph for each spec, as `jax.jit` has for each shape.
-    Tensors that are padded to a few sizes take as many graphs; `mark_dynamic` and `mark_unbacked`
-    raise there. In the last graph that `torch.compile(fn, recompile_limit=)` allows (8) a warning
-    says so; calls with further specs then run uncompiled, or raise with `fullgraph=True`.
+    A spec has integers as sizes, and programs, layouts and costs are planned for them: the best
+    layouts of one size need not be those of another. Calls on pairs, of programs and of partitioned
+    functions are a part of the graph while sizes are constant. Where they are symbols the graph
+    ends before the call, which plans each size once and runs uncompiled, and what surrounds it is
+    compiled once for all sizes. With `fullgraph=True` such calls have a graph for each spec, as
+    `jax.jit` has for each shape: tensors that are padded to a few sizes take as many graphs,
+    `mark_dynamic` and `mark_unbacked` raise, a warning comes with the last graph that
+    `torch.compile(fn, recompile_limit=)` allows (8), and calls with further specs raise.
+    A function that computes with tensors between reading or making specs (`pair.spec`, `fs.Spec`)
+    is compiled for these specs: `fs.reshard(pair, fs.P(...))` needs none, and
+    `torch.compiler.disable` is for a function that makes a program for each size.
 
     Graphs that `make_fx` records have functional collectives, in the same way.
 
