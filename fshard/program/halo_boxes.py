@@ -117,7 +117,6 @@ def owners_of(step: HaloStep, src: Spec, dst: Spec) -> Spec:
 # -- segments and pieces --------------------------------------------------------------------
 
 
-@lru_cache(maxsize=4096)
 def segments(windows: Windows, sizes: tuple[int, ...]) -> tuple[tuple[WindowPart, ...], ...]:
     """Return the segments of every window over shards of `sizes`, in the windows' order.
 
@@ -152,27 +151,44 @@ def halo_axes(step: HaloStep, src: Spec) -> tuple[str, ...]:
         if windows is None:
             continue
         sizes = src.shard_sizes(dim) if isinstance(step, HaloExchange) else step.sizes[dim] or ()
-        if any(part.owner != i for i, row in enumerate(segments(windows, sizes)) for part in row):
+        if _read_others(windows, sizes):
             axes.update(src.partition.dims[dim])
     return tuple(a for a, n in src.mesh.shape.items() if n > 1 and a in axes)
 
 
-def _rows(
-    step: HaloStep, spec: Spec, rank: int
-) -> list[tuple[tuple[tuple[WindowPart, ...], ...], int]]:
-    """Return for every dim the segments of all windows, and the index of the rank's shard."""
-    rows: list[tuple[tuple[tuple[WindowPart, ...], ...], int]] = []
+def _read_others(windows: Windows, sizes: Sequence[int]) -> bool:
+    """Return whether a window has elements of another shard."""
+    ends = (0, *itertools.accumulate(sizes))
+    return any(
+        (start < ends[i] or stop > ends[i + 1])
+        and any(part.owner != i for part in _segments(start, stop, ends))
+        for i, (start, stop) in enumerate(windows)
+    )
+
+
+def _dim_parts(
+    step: HaloStep, spec: Spec, rank: int, *, of_shard: bool
+) -> Iterator[list[tuple[int, WindowPart]]]:
+    """Yield for every dim the parts of the rank's window, with the index of their reader.
+
+    With `of_shard` yield the parts of the rank's shard, in all windows.
+    """
     for dim, axes in enumerate(spec.partition.dims):
-        index = spec.mesh.index(rank, axes)
+        index, sizes = spec.mesh.index(rank, axes), spec.shard_sizes(dim)
         windows = step.windows[dim] if dim < len(step.windows) else None
-        sizes = spec.shard_sizes(dim)
         if windows is None:
-            part = WindowPart(index, (0, sizes[index]), (0, sizes[index]))
-            own = [(part,) if i == index else () for i in range(len(sizes))]
-            rows.append((tuple(own), index))
-        else:
-            rows.append((segments(windows, sizes), index))
-    return rows
+            yield [(index, WindowPart(index, (0, sizes[index]), (0, sizes[index])))]
+            continue
+        ends = (0, *itertools.accumulate(sizes))
+        first, end, size = ends[index], ends[index + 1], ends[-1]
+        readers = [i for i, (start, stop) in enumerate(windows)
+                   if (start < end and first < stop) or start < 0 or stop > size]  # fmt: skip
+        yield [
+            (i, part)
+            for i in (readers if of_shard else [index])
+            for part in _segments(*windows[i], ends)
+            if not of_shard or part.owner == index
+        ]
 
 
 def _peer(spec: Spec, rank: int, indices: Sequence[int]) -> int:
@@ -186,10 +202,10 @@ def window_pieces(step: HaloStep, owners: Spec, rank: int) -> tuple[HaloPiece, .
 
     They are ordered by owner, and those of one owner by their place in the window.
     """
-    rows = [row[index] for row, index in _rows(step, owners, rank)]
+    rows = _dim_parts(step, owners, rank, of_shard=False)
     pieces = [
-        HaloPiece(_peer(owners, rank, [p.owner for p in parts]), rank,
-                  tuple(p.owned for p in parts), tuple(p.window for p in parts))
+        HaloPiece(_peer(owners, rank, [p.owner for _, p in parts]), rank,
+                  tuple(p.owned for _, p in parts), tuple(p.window for _, p in parts))
         for parts in itertools.product(*rows)
     ]  # fmt: skip
     return tuple(sorted(filter(_has_elements, pieces), key=lambda piece: piece.owner))
@@ -202,11 +218,7 @@ def shard_pieces(step: HaloStep, owners: Spec, rank: int) -> tuple[HaloPiece, ..
     They are ordered by reader, and those of one reader by their place in its window.
     """
     pieces = []
-    choices = [
-        [(reader, part) for reader, row in enumerate(rows) for part in row if part.owner == index]
-        for rows, index in _rows(step, owners, rank)
-    ]
-    for parts in itertools.product(*choices):
+    for parts in itertools.product(*_dim_parts(step, owners, rank, of_shard=True)):
         reader = _peer(owners, rank, [index for index, _ in parts])
         owned = tuple(part.owned for _, part in parts)
         pieces.append(HaloPiece(rank, reader, owned, tuple(part.window for _, part in parts)))
@@ -251,6 +263,26 @@ def halo_shares(windows: Windows | None, sizes: tuple[int, ...]) -> tuple[HaloSh
     if windows is None:
         full = [(n, int(n > 0)) for n in sizes]
         return tuple(HaloShare(n, n, n, one, one, one) for n, one in full)
+    # A share depends on shards that are `far` away at most: long runs of equal ones are shortened.
+    ends = itertools.accumulate(sizes)
+    keys = [(i - end, j - end, n) if i < j else (0, 0, n)
+            for (i, j), n, end in zip(windows, sizes, ends, strict=True)]  # fmt: skip
+    far = max(max(-n - first, last, 0) for first, last, n in {*keys})
+    runs = [(key, len([*run])) for key, run in itertools.groupby(keys)]
+    counts = [min(n, 2 * -(-far // key[2]) + 1) if key[2] else n for key, n in runs]
+    short = [key for (key, _), n in zip(runs, counts, strict=True) for _ in range(n)]
+    few = tuple(n for *_, n in short)
+    ends = itertools.accumulate(few)
+    rows = tuple((i + end, j + end) for (i, j, _), end in zip(short, ends, strict=True))
+    shares, every = iter(_every_share(rows, few)), list[HaloShare]()
+    for (_, n), m in zip(runs, counts, strict=True):
+        own = [*itertools.islice(shares, m)]
+        every += own[: m // 2] + own[m // 2 : m // 2 + 1] * (n - m) + own[m // 2 :]
+    return tuple(every)
+
+
+def _every_share(windows: Windows, sizes: tuple[int, ...]) -> list[HaloShare]:
+    """Return the share of every shard, computed from all windows."""
     rows = segments(windows, sizes)
     lent, readers = [0] * len(sizes), [set[int]() for _ in sizes]
     for reader, row in enumerate(rows):
@@ -265,7 +297,7 @@ def halo_shares(windows: Windows | None, sizes: tuple[int, ...]) -> tuple[HaloSh
         both = len(readers[index] & owners)
         counts = len(readers[index]), len(owners), both
         shares.append(HaloShare(lent[index], kept, stop - start, *counts))
-    return tuple(shares)
+    return shares
 
 
 def dim_shares(step: HaloStep, owners: Spec, dim: int) -> tuple[HaloShare, ...]:

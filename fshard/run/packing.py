@@ -106,8 +106,11 @@ def packer(shape: Sequence[int], boxes: Sequence[Box]) -> TensorFunction:
         if total == math.prod(shape):
             return lambda x: x.reshape(-1)
         return lambda x: x.reshape(-1).narrow(0, start, total)
+    # The concatenation of channels-last tensors would be channels-last itself: reshape copies.
+    split = _split_dim(shape, boxes)
+    if split is not None:
+        return lambda x: torch.cat(x.chunk(len(boxes), split)).reshape(-1)
     if shape and len({box_shape(box)[1:] for box in boxes}) == 1:
-        # The concatenation of channels-last tensors would be channels-last itself: reshape copies.
         return lambda x: torch.cat([view_box(x, box) for box in boxes]).reshape(-1)
 
     def pack(x: torch.Tensor) -> torch.Tensor:
@@ -117,6 +120,16 @@ def packer(shape: Sequence[int], boxes: Sequence[Box]) -> TensorFunction:
         return flat
 
     return pack
+
+
+def _split_dim(shape: Sequence[int], boxes: Sequence[Box]) -> int | None:
+    """Return the dim that the boxes split into equal parts, in their order, None without one."""
+    split = [dim for dim in range(len(shape)) if boxes[0][dim] != (0, shape[dim])]
+    if len(split) != 1 or len({*map(box_shape, boxes)}) > 1:
+        return None
+    (dim,), size = split, box_shape(boxes[0])[split[0]]
+    starts = [box[dim][0] for box in boxes]
+    return dim if starts == [*range(0, shape[dim], size or 1)] else None
 
 
 def arrives_in_order(shape: Sequence[int], sources: Sequence[Source]) -> bool:
@@ -172,27 +185,33 @@ def unpacker(shape: Sequence[int], sources: Sequence[Source], combine: Combine) 
 
         return unpack_stack
     boxes: dict[Box, list[tuple[int, int, Box | None]]] = {}
-    start = 0
+    received = list[Box]()
     for _, box, term, own in sources:
-        boxes.setdefault(box, []).append((term, start, own))
-        start += volume(box) if own is None else 0
+        boxes.setdefault(box, []).append((term, len(received), own))
+        received += [box] if own is None else []
     rows = sorted((box, sorted(terms)) for box, terms in boxes.items())
     assemble = assembler(shape, [box for box, _ in rows], combine.fill)
     if len(sources) == 1 and _covers(shape, [sources[0].box]):
         assemble = lambda parts, _: parts[0].clone(memory_format=torch.contiguous_format)  # noqa: E731
 
     def unpack(moved: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        parts = []
-        for box, terms in rows:
-            size, n = box_shape(box), volume(box)
-            values = [
-                moved.narrow(0, start, n).view(size) if own is None else view_box(x, own)
-                for _, start, own in terms
-            ]
-            parts.append(combine.of(values))
+        pieces = _view_pieces(moved, received)
+        parts = [
+            combine.of([pieces[i] if own is None else view_box(x, own) for _, i, own in terms])
+            for _, terms in rows
+        ]
         return assemble(parts, moved)
 
     return unpack
+
+
+def _view_pieces(flat: torch.Tensor, boxes: Sequence[Box]) -> Sequence[torch.Tensor]:
+    """Return views of the concatenated boxes, in few operations."""
+    shapes = [*map(box_shape, boxes)]
+    if len({*shapes}) == 1:
+        return flat.view(len(shapes), *shapes[0]).unbind()
+    pieces = flat.split([*map(math.prod, shapes)])
+    return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
 def assembler(

@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fshard as fs
 from fshard import HaloExchange, HaloReduce, Mesh, P, Program, Spec
+from fshard.program.boxes import volume
 from fshard.program.cost.rank_loads import step_load
+from fshard.program.cost.traffic import traffic
+from fshard.program.halo_boxes import shard_pieces, window_pieces
 from tests.helpers.reference import pairing, shards_of, simulate
 
 Sizes = tuple[int, ...]
@@ -114,6 +117,34 @@ def test_any_windows(seed: int) -> None:
         lengths = [rng.randint(0, 7) if shape[dim] else 0 for _ in sizes[dim]]
         windows[dim] = tuple((a, a + n) for a, n in zip(starts, lengths, strict=True))
     check(Program(spec, (HaloExchange(windows),)))
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=30)
+def test_loads_of_many_alike_shards_are_those_of_their_pieces(seed: int) -> None:
+    rng = random.Random(seed)
+    sizes, windows = list[int](), list[tuple[int, int]]()
+    for _ in range(rng.randint(1, 4)):
+        n, count = rng.randint(0, 3), rng.randint(1, 12)
+        before, after = rng.randint(-6, 2), rng.randint(0, 5)
+        for _ in range(count):
+            start = sum(sizes)
+            sizes.append(n)
+            windows.append((start + before, max(start + n + after, start + before)))
+    if not sum(sizes):
+        return
+    spec, step = spec_of(tuple(sizes)), HaloExchange((tuple(windows),))
+    dst = Program(spec, (step,)).dst
+    loads, moved = step_load(step, spec, dst, spec.mesh.ranks), traffic(step, spec, dst)
+    lent, lacking, peers = list[int](), list[int](), list[int]()
+    for rank in spec.mesh.ranks:
+        out = [piece for piece in shard_pieces(step, spec, rank) if piece.reader != rank]
+        lack = [piece for piece in window_pieces(step, spec, rank) if piece.owner != rank]
+        lent.append(sum(volume(piece.owned) for piece in out) * 8)
+        lacking.append(sum(volume(piece.window) for piece in lack) * 8)
+        peers.append(len({piece.reader for piece in out} | {piece.owner for piece in lack}))
+    assert (loads.sent, loads.received) == (tuple(lent), tuple(lacking))
+    assert moved.messages == max(peers)
 
 
 def test_gradients_cross_the_exchange() -> None:

@@ -127,14 +127,28 @@ def _all_ranks(src: Mesh, dst: Mesh) -> Hashable:
 def cost_ranks(leaves: Leaves) -> Ranks:
     """Return the ranks to add up loads for: the ranks of all meshes of the leaves, sorted.
 
-    If all shards are even and on the same devices, one rank stands for all.
+    If all shards are even and on the same devices, one rank stands for all. Otherwise one
+    coordinate stands for all of an axis that divides the same dim of every spec into equal blocks.
     """
     specs = [spec for leaf in leaves if leaf is not None for spec in leaf.specs]
-    if specs and not any(any(spec.sizes) for spec in specs):
-        first = specs[0].mesh
-        if all(spec.mesh.devices == first.devices for spec in specs):
+    if specs:
+        first, even = specs[0].mesh, not any(any(spec.sizes) for spec in specs)
+        if even and all(spec.mesh.devices == first.devices for spec in specs):
             return first.ranks[:1]
+        if {spec.mesh for spec in specs} == {first}:
+            places = {axis: {_divided_dim(spec, axis) for spec in specs} for axis in first.axes}
+            others = tuple(axis for axis, dims in places.items() if len(dims) > 1 or -1 in dims)
+            return tuple(sorted(first.groups(others)[0]))
     return union_ranks(spec.mesh for spec in specs)
+
+
+def _divided_dim(spec: Spec, axis: str) -> int:
+    """Return the dim whose major axis this is if its blocks have equal shards, -1 without one."""
+    for dim, (axes, sizes) in enumerate(zip(spec.partition.dims, spec.sizes, strict=True)):
+        if axes[:1] == (axis,):
+            n = spec.mesh.shape[axis]
+            return dim if sizes is None or sizes == sizes[: len(sizes) // n] * n else -1
+    return -1
 
 
 @lru_cache(maxsize=4096)
