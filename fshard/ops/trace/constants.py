@@ -34,6 +34,25 @@ READS: frozenset[Any] = frozenset(
     )
 )
 """Functions that return values of tensors."""
+SIZED_BY_VALUES: frozenset[Any] = frozenset(
+    (
+        torch.nonzero,
+        Tensor.nonzero,
+        torch.argwhere,
+        Tensor.argwhere,
+        torch.unique,
+        Tensor.unique,
+        torch.unique_consecutive,
+        Tensor.unique_consecutive,
+        torch.bincount,
+        Tensor.bincount,
+        torch.nn.functional.one_hot,
+    )
+)
+"""Functions of results whose shapes depend on values of all operands."""
+_SELECTIONS = (torch.masked_select, Tensor.masked_select)
+_DETACH = torch.ops.aten.detach_.default
+_INDEXING = (Tensor.__getitem__, Tensor.__setitem__)
 
 
 def read_constants(
@@ -72,6 +91,42 @@ def read_constants(
         placed, named = map_call(args, kwargs, Tensor, lambda _: next(real))
         read += [values[node] for node in values if node.op == "get_attr"]
         return (func(*placed, **named),), read
+
+
+def with_known_sizes(
+    func: Any, args: Sequence[Any], kwargs: Any, evaluate: Callable[..., tuple[Any, ...]]
+) -> tuple[Any, Sequence[Any], Any]:
+    """Return a call of static shapes in the place of one whose shapes depend on constants.
+
+    `x[mask]` becomes `x[mask.nonzero(as_tuple=True)]`. A call whose shapes depend on an argument's
+    values is returned as it is.
+
+    Args:
+        func: a function of PyTorch.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        evaluate: returns the value of a call in a tuple, or () if it is not constant.
+    """
+    is_where = func is torch.where and len(args) + len(kwargs) == 1
+    if (is_where or func in SIZED_BY_VALUES) and (known := evaluate(func, args, kwargs)):
+        return lambda: known[0], (), {}
+    if func in _INDEXING and (func is Tensor.__getitem__ or isinstance(args[2], Tensor)):
+        return func, (args[0], _without_masks(args[1], evaluate), *args[2:]), kwargs
+    if func in _SELECTIONS and len(args) == 2 and (known := evaluate(torch.clone, args[1:], {})):
+        shape = torch.broadcast_shapes(args[0].shape, known[0].shape)
+        index = _without_masks(known[0].expand(shape), evaluate)
+        return Tensor.__getitem__, (args[0].expand(shape), index), {}
+    return func, args, kwargs
+
+
+def _without_masks(index: Any, evaluate: Callable[..., tuple[Any, ...]]) -> Any:
+    """Return an index with constant masks replaced by the indices of their elements."""
+    items: list[Any] = []
+    for item in index if isinstance(index, tuple) else (index,):
+        is_mask = isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8) and item.ndim
+        known = evaluate(Tensor.nonzero, (item,), {"as_tuple": True}) if is_mask else ()
+        items += known[0] if known else [item]
+    return tuple(items) if isinstance(index, tuple) or len(items) > 1 else items[0]
 
 
 def _is_constant(
@@ -115,7 +170,8 @@ def _evaluate(
 
 def _is_written(node: fx.Node) -> bool:
     """Return True if the memory of a value is written, by itself or by a view of it."""
-    return any(writes(user) for alias in aliases(node) for user in alias.users)
+    users = [user for alias in aliases(node) for user in alias.users]
+    return any(writes(user) for user in users if user.target is not _DETACH)
 
 
 def _is_pure(node: fx.Node) -> bool:

@@ -26,6 +26,7 @@ from fshard._torch.functorch import (
     SingleLevelFunction,
     forward_ad_level,
     is_batched,
+    is_batched_at_any_level,
     transform_level,
 )
 from fshard._torch.memory import innermost
@@ -35,7 +36,7 @@ from fshard._util.dtypes import is_inexact
 from fshard._util.errors import fail
 from fshard.layout.tree import tensors_in
 from fshard.ops.core.call import map_instances
-from fshard.ops.trace.constants import READS, read_constants
+from fshard.ops.trace.constants import READS, read_constants, with_known_sizes
 from fshard.ops.trace.custom_functions import apply_in_transform, apply_traced, has_own_backward
 from fshard.ops.trace.fused_updates import FUSED_STEPS
 from fshard.ops.trace.inference import as_traced
@@ -142,7 +143,8 @@ class AboveAutograd(TraceMode):
             raise TakesGradients
         if func in READS and (values := self.read(func, args, kwargs)):
             return values[0]
-        out = _REPLACED.get(func, func)(*as_traced(func, args), **(kwargs or {}))
+        func, args, kwargs = with_known_sizes(func, args, kwargs or {}, self.read)
+        out = _REPLACED.get(func, func)(*as_traced(func, args), **kwargs)
         if func == torch.Tensor.requires_grad.__get__ and not out:  # type: ignore[attr-defined]
             return self.requires_grad and torch.is_grad_enabled() and is_inexact(args[0])
         return out
@@ -173,8 +175,9 @@ class BelowAutograd(TraceMode):
         note_place()
         if func in READS and (values := self.read(func, args, kwargs)):
             return values[0]
-        out = _REPLACED.get(func, func)(*as_traced(func, args), **(kwargs or {}))
-        has_graph = func is not torch.autograd.grad or bool((kwargs or {}).get("create_graph"))
+        func, args, kwargs = with_known_sizes(func, args, kwargs or {}, self.read)
+        out = _REPLACED.get(func, func)(*as_traced(func, args), **kwargs)
+        has_graph = func is not torch.autograd.grad or bool(kwargs.get("create_graph"))
         if func == _GRAD and out is not None:  # which backward() has filled
             has_graph = out.requires_grad
         if not self.tracked or (torch.is_grad_enabled() and has_graph):
@@ -240,6 +243,7 @@ def _node_of(x: torch.Tensor) -> fx.Node | None:
     from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
     mode: Any = get_proxy_mode()
+    x = x if is_batched_at_any_level(x) else innermost(x)
     slot: Any = None if mode is None else get_proxy_slot(x, mode.tracer, None)
     return None if slot is None else slot.proxy.node
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import fshard as fs
@@ -68,6 +69,43 @@ def of_closure(x: Tensor) -> Tensor:
 
 def of_argument(x: Tensor) -> Tensor:
     return x if (torch.ones(4) * x).sum() > 1 else -x
+
+
+def negatives(x: Tensor) -> Tensor:
+    """Compute SimCLR's similarities without the pairs of a row with itself and its twin."""
+    similarity = x @ x.T
+    others = ~torch.eye(4, dtype=torch.bool)
+    labels = F.one_hot(torch.arange(4) % 2)
+    same = (labels @ labels.T).bool()
+    rows = similarity[others].view(4, 3)
+    return rows.sum(1) + similarity[same & others] * similarity.masked_select(~same).view(4, 2)[:, 0]
+
+
+def constant_sizes(x: Tensor) -> Tensor:
+    keep = torch.arange(4) != 1
+    row, column = torch.where(torch.ones(4, 2).tril().bool())
+    y = x.sin()
+    y[keep] = y[keep, :].flip(0)
+    y[:, torch.tensor([True, False, True])] += torch.unique(torch.tensor([2, 1, 2])).to(x.dtype)
+    return y[row, column][: len(keep.nonzero())] + x[keep].sum() + torch.bincount(row).sum()
+
+
+def repeated(x: Tensor) -> Tensor:
+    return torch.func.grad(lambda x: (x[torch.ones(4, dtype=torch.bool)] ** 2).sum())(x)
+
+
+@pytest.mark.parametrize("fn", [negatives, constant_sizes, repeated])
+def test_shapes_may_depend_on_constants(fn: Callable[[Tensor], Tensor]) -> None:
+    x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    part = fs.partition(fn, mesh=MESH, in_specs=P("dp"))
+    torch.testing.assert_close(part(x), fn(x))
+    grads = [torch.autograd.grad(f(x).sin().sum(), x)[0] for f in (part, fn)]
+    torch.testing.assert_close(*grads)
+
+
+def test_masks_of_arguments_are_refused() -> None:
+    with pytest.raises(fs.ShardingError, match="depends on a tensor's values"):
+        fs.partition(lambda x: x[x > 0], mesh=MESH)(torch.ones(4))
 
 
 @pytest.mark.parametrize("fn", [euler, under_gradient])
