@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -25,6 +25,9 @@ at_end_of_backward: Callable[[Callable[[], None]], None] = (
 """Call a function when the running backward pass has ended without an error."""
 keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 """Return True if the running backward pass has `retain_graph=True`."""
+
+sequence_number: Callable[[Any], int] = methodcaller("_sequence_nr")
+"""Number of a node in the order of recording; of those that can run, the last one runs first."""
 
 is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 """Return True while a profiler records this thread."""

@@ -44,17 +44,17 @@ def find_closure_inputs(
 
     Each requires grad, and none depends on another, whose gradient would then count twice.
     """
-    roots, xs = [_edge(y) for y in ys if y.requires_grad], list(xs)
+    roots, xs = [edge_of(y) for y in ys if y.requires_grad], list(xs)
     own = set(map(id, xs))
     ends = [node for node, _ in _find_ends(roots, frozenset())]
     if all(type(node) is LEAF and id(node.variable) in own for node in ends):
         return ()
-    args = {_edge(x) for x in xs if x.requires_grad}
-    reachable = {_edge(x): x for x in _reachable_tensors(fn) if x.grad_fn is not None}
+    args = {edge_of(x) for x in xs if x.requires_grad}
+    reachable = {edge_of(x): x for x in _reachable_tensors(fn) if x.grad_fn is not None}
     while True:
         inputs = [edge for edge in _find_ends(roots, {*args, *reachable}) if edge not in args]
         found = set(inputs)
-        behind = {e: _find_ends(_next_edges(e), found) for e in inputs if e in reachable}
+        behind = {e: _find_ends(next_edges(e), found) for e in inputs if e in reachable}
         dependent = [edge for edge, reached in behind.items() if not found.isdisjoint(reached)]
         if not dependent:
             return tuple(reachable[e] if e in reachable else e[0].variable for e in inputs)
@@ -237,7 +237,7 @@ def unreplaced(fn: Callable[..., Result]) -> Callable[..., Result]:
 
 def graph_leaves(ys: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Return the leaves of the autograd graphs of `ys`."""
-    ends = _find_ends([_edge(y) for y in ys if y.requires_grad], frozenset())
+    ends = _find_ends([edge_of(y) for y in ys if y.requires_grad], frozenset())
     return tuple(edge[0].variable for edge in ends)
 
 
@@ -260,12 +260,14 @@ def without_hooks(xs: Sequence[torch.Tensor]) -> Iterator[None]:
             x.grad = grad
 
 
-def _edge(x: torch.Tensor) -> Edge:
+def edge_of(x: torch.Tensor) -> Edge:
+    """Return the edge of a tensor that requires grad."""
     edge = get_gradient_edge(x)
     return edge.node, edge.output_nr
 
 
-def _next_edges(edge: Edge) -> list[Edge]:
+def next_edges(edge: Edge) -> list[Edge]:
+    """Return the edges to which a node passes cotangents."""
     return [following for following in edge[0].next_functions if following[0] is not None]
 
 
@@ -279,7 +281,7 @@ def _find_ends(roots: Iterable[Edge], stops: Set[Edge]) -> dict[Edge, None]:
             ends[edge] = None
         elif edge[0] not in seen:
             seen.add(edge[0])
-            todo += _next_edges(edge)
+            todo += next_edges(edge)
     return ends
 
 

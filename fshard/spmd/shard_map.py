@@ -70,8 +70,10 @@ def shard_map(
     alike: results that must be equal are then compared by value. If gradients are taken, ranks must
     not take different branches, as a rank that has not used a parameter or the result of a
     collective does not take part in its backward pass: `torch.where` chooses between values, also
-    by `fs.axis_index`. A simulation raises for it; under `torchrun` ranks wait, or sum gradients of
-    different tensors, if their shapes agree. Types do not see text (`str(x)`),
+    by `fs.axis_index`. Ranks raise for it: after such a read each gradient compares the collectives
+    of its graph, in one gather of 8 bytes. Under `torchrun` ranks wait until the timeout if only
+    some take a gradient, and gradients of `torch.func` in the body are not compared;
+    `check="collectives"` names ranks that differ there. Types do not see text (`str(x)`),
     errors that some ranks catch, tensor hooks, other threads, and containers that other code
     changes. A simulation therefore compares all results and gradients that must be equal, up to
     rounding. Under `torchrun` the comparison communicates, and only `check="values"` compares

@@ -155,8 +155,8 @@ def blame(error: BaseException, mesh: Mesh) -> None:
 def explain_with(remark: Callable[[], str]) -> None:
     """Add `remark()`, such as "branched on ...", to this rank's line in later errors.
 
-    It is valid until the end of the simulation, or of the outermost call whose collectives are
-    checked, and replaces an earlier remark.
+    It is valid until the end of the simulation, or on processes until the next mapped body, and
+    replaces an earlier remark.
     """
     transport: Any = current_transport()
     if hasattr(transport, "remark"):
@@ -333,9 +333,10 @@ def ended(mesh: Mesh, gone: Mapping[int, str], positions: Mapping[int, Position]
 def lost(error: BaseException, label: Label | None, op: str, group: Group) -> ShardingError:
     """Return the error of a collective that did not end, from the backend's error."""
     name = op if label is None else f"{label.name} over {_axes(label.mesh, group)}: {op}"
+    remark = getattr(current_transport(), "remark", str)()
     return ShardingError(
         f"{name} among the ranks {group} did not end{user_line(None, label)}\n"
-        f"  given: {one_line(error)}\n"
+        f"  given: {one_line(error)}{remark and f'; {remark}, where ranks may have diverged'}\n"
         "  rule:  every rank of its group must call a collective, within the timeout of "
         "fs.init(mesh, timeout=seconds)\n"
         '  fix:   fs.shard_map(..., check="collectives") names the ranks that do not call it, '

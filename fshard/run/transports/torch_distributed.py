@@ -93,6 +93,7 @@ class ProcessWorld:
         backends: the backend of each device type.
         device_meshes: DeviceMeshes made of meshes and device types.
         only_gloo: whether all of them are gloo.
+        remark: returns what the last mapped body adds to errors of lost ranks.
     """
 
     process_rank: int
@@ -105,6 +106,7 @@ class ProcessWorld:
     backends: dict[str, str] = field(default_factory=dict)
     device_meshes: dict[tuple[Mesh, str], Any] = field(default_factory=dict)
     only_gloo: bool = field(init=False)
+    remark: Callable[[], str] = str
 
     def __post_init__(self) -> None:
         self.only_gloo = {*self.backends.values()} == {"gloo"}

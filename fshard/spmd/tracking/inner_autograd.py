@@ -18,13 +18,15 @@ from typing import Any, NoReturn
 import torch
 from torch.autograd import Function
 
+from fshard._torch.functorch import is_transformed
 from fshard._torch.operators import ScriptMethod, TensorBase
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.tree import tensors_in
 from fshard.spmd.axis_env import current_tracker
 from fshard.spmd.closure_inputs import graph_leaves
+from fshard.spmd.tracking.gradient_sums import inner_gradient_sums
 from fshard.spmd.tracking.insert_casts import join_operands, replace_tensors
-from fshard.spmd.tracking.out_spec_check import GRADIENTS, Promise, check_values
+from fshard.spmd.tracking.out_spec_check import GRADIENTS, Promise, check_values, sums_problem
 from fshard.spmd.tracking.torch_effects import Action, OpEffect
 from fshard.spmd.tracking.tracker import Tracker
 from fshard.spmd.types import (
@@ -71,7 +73,8 @@ def _agree(
     """Return the axes along which ends of a gradient are control-dependent, and equal by value.
 
     Along these the gradient is the one without the host's read. Raises `ShardingError` for values
-    that differ. An output or cotangent counts as varying where the other one varies.
+    that differ, and for graphs with other collectives on other ranks. An output or cotangent counts
+    as varying where the other one varies.
     """
     if not tracker.read_states.items:
         return frozenset()
@@ -93,6 +96,12 @@ def _agree(
         if isinstance(x, torch.Tensor)
     ]
     agreed = frozenset(axis for *_, axes in ends for axis in axes)
+    if not is_transformed():  # those of torch.func have graphs of their own
+        with tracker.agreed.extended(agreed):
+            sums = inner_gradient_sums(tracker, _as_list(outputs), inputs)
+        problem = sums_problem(tracker, sums)
+        if problem is not None:
+            tracker.raise_all([problem])
     promises = [
         Promise(f"{name} of a gradient", x, PartitionSpec(unreduced=agreed - axes))
         for name, x, axes in ends

@@ -221,6 +221,34 @@ def check_values(
                     raise_if(where, [problem], same_on_all_ranks=True)
 
 
+def sums_problem(tracker: Tracker, sums: str) -> Problem | None:
+    """Return the problem of ranks whose backward passes have other collectives, None without one.
+
+    Every rank of the mesh takes part, and gets the same result.
+
+    Args:
+        tracker: the types of the body.
+        sums: the collectives of this rank's backward pass as text.
+    """
+    mesh = tracker.mesh
+    with tracker.pause(), torch.no_grad(), labelled(Label(f"the check of {GRADIENTS}", mesh)):
+        device = getattr(current_transport(), "device", torch.device("cpu"))
+        local = torch.tensor([crc32(sums.encode())], device=device)
+        digests = all_gather(local, mesh.axes, mesh=mesh).flatten().tolist()
+    ranks: dict[int, list[int]] = {}
+    for rank, digest in zip(mesh.devices, digests, strict=True):
+        ranks.setdefault(digest, []).append(rank)
+    if len(ranks) == 1:
+        return None
+    groups = ", ".join(map(str, ranks.values()))
+    return Problem(
+        f"ranks {groups} would add gradients of different tensors, or wait for each other",
+        "backward every rank must call the transposes of the same collectives and inserted casts",
+        "torch.where(condition, a, b) in the place of a branch that only some ranks take"
+        + _divergence_note(tracker.read_sites),
+    )
+
+
 def check_replicas(
     where: str,
     path_specs: Sequence[PathSpec],

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -82,6 +82,7 @@ class Tracker:
         # The host has read values that vary along these axes, at these lines.
         self.read_states: States = INVARIANT
         self.read_sites: list[str] = []
+        self.num_outside_at_read = 0
         self.agreed = AgreedAxes()
         # Collectives so far whose varying results are equal on every rank, by axis.
         self.replicated_by: dict[str, str] = {}
@@ -201,6 +202,11 @@ class Tracker:
         record = self.table.get(id(x))
         if record is not None:
             self._drop(record)
+
+    @property
+    def outside(self) -> Collection[torch.Tensor]:
+        """Tensors from outside of the body, in the order of their first use."""
+        return self._outside.values()
 
     def is_outside(self, x: torch.Tensor) -> bool:
         """Return True for an argument or another tensor from outside of the body."""
@@ -388,18 +394,14 @@ class Tracker:
         """
         axes = [axis for axis, (state_name, _) in states.items if state_name != "reduced"]
         if axes and not set(axes) <= set(self.read_states.axes("varying")):
+            if not self.read_states.items:
+                self.num_outside_at_read = len(self._outside)
             read_axes = {*self.read_states.axes("varying"), *axes}
             self.read_states = States.of(dict.fromkeys(read_axes, CONTROL_DEPENDENT))
         if axes and len(self.read_sites) < 3:
             line = f"{op}{user_line(None, None)}"
             if line not in self.read_sites:
                 self.read_sites.append(line)
-
-    @property
-    def read_note(self) -> str:
-        """Source lines at which the host read varying values, for error texts."""
-        sites = ", ".join(self.read_sites)
-        return f"the host read varying values: {sites}" if sites else ""
 
     def draw_states(self, op: str, kwargs: Mapping[str, Any]) -> States:
         """Return the states of a draw from this process's generator; warn once per line."""
@@ -428,6 +430,11 @@ class Tracker:
                 yield
         finally:
             self.paused = before
+
+
+def read_note(sites: Sequence[str]) -> str:
+    """Return the source lines at which the host read varying values, for error texts."""
+    return f"the host read varying values: {', '.join(sites)}" if sites else ""
 
 
 _VALUES: dict[torch.layout, Callable[[torch.Tensor], torch.Tensor]] = {

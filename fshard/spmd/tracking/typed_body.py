@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fshard._torch.autograd_state import graph_task_id
+from fshard._torch.functorch import is_transformed
 from fshard._torch.memory import innermost
 from fshard._util.errors import fail
 from fshard.layout.partition_spec import PartitionSpec
@@ -16,20 +17,23 @@ from fshard.layout.sharded import Sharded
 from fshard.layout.spec import Spec
 from fshard.run.execute import Pending, run_typed_hook
 from fshard.run.execute_batch import run_typed_leaves_hook
+from fshard.run.transports.base import is_simulated
 from fshard.run.transports.divergence_report import explain_with
 from fshard.spmd.axis_env import current_axes, current_tracker
 from fshard.spmd.closure_inputs import replaced_closures
 from fshard.spmd.in_specs import Argument, DimSpec, PathSpec
 from fshard.spmd.mesh_scope import Scope
 from fshard.spmd.tracking.function_mode import track_types
+from fshard.spmd.tracking.gradient_sums import outer_gradient_sums
 from fshard.spmd.tracking.out_spec_check import (
     ARGUMENTS,
     NonTensor,
     Promise,
     check_promises,
     check_values,
+    sums_problem,
 )
-from fshard.spmd.tracking.tracker import Tracker
+from fshard.spmd.tracking.tracker import Tracker, read_note
 from fshard.spmd.types import INVARIANT, LocalType, States, states_of
 
 NO_OP = nullcontext()
@@ -80,7 +84,8 @@ def track_body(tracker: Tracker, *, inner: bool) -> Iterator[None]:
         if inner:  # the enclosing body is being tracked
             yield
         else:
-            explain_with(lambda: tracker.read_note)
+            sites = tracker.read_sites  # without the tracker, which holds tensors
+            explain_with(lambda: read_note(sites))
             try:
                 with track_types(tracker):
                     yield
@@ -134,7 +139,29 @@ def check_result_types(
         if partition is None:
             return tuple(ys)  # the reader of results refuses it
         promises.append(Promise(path, y, partition))
-    return tuple(check_promises(tracker, _mapped(scope), promises, others))
+    results = tuple(check_promises(tracker, _mapped(scope), promises, others))
+    # A simulation compares the gradients themselves.
+    may_differ = tracker.read_states.items and torch.is_grad_enabled() and not is_transformed()
+    if may_differ and not is_inner(scope) and not is_simulated():
+        return _guarded(tracker, results)
+    return results
+
+
+def _guarded(tracker: Tracker, results: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Return results whose backward pass raises where ranks have other collectives in it."""
+    problem = sums_problem(tracker, outer_gradient_sums(tracker, results))
+    if problem is None:
+        return results
+
+    def refuse(_: torch.Tensor) -> None:
+        tracker.raise_all([problem])
+
+    with tracker.pause():
+        results = tuple(y.view_as(y) if y.requires_grad else y for y in results)
+    for y in results:
+        if y.requires_grad:
+            y.register_hook(refuse)
+    return results
 
 
 def _partition(out_spec: Any, ndim: int) -> PartitionSpec | None:

@@ -11,7 +11,7 @@ import torch
 import fshard as fs
 from fshard import Mesh
 from tests.helpers.gloo.harness import run_ranks
-from tests.helpers.spmd.host_read_bodies import BODIES, gradients
+from tests.helpers.spmd.host_read_bodies import BODIES, BRANCHES, branch_error, gradients
 from tests.helpers.spmd.typed_programs import (
     OPERATIONS,
     Program,
@@ -85,3 +85,16 @@ def test_a_read_whose_value_is_not_used_changes_no_gradient() -> None:
     expected = [gradients(mesh, body, lambda x: None) for body in BODIES]
     for actual in run_ranks(2, gradients_after_reads, mesh):
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+def branch_errors(mesh: Mesh) -> list[str]:
+    fs.init(mesh, timeout=20)
+    return [branch_error(mesh, case) for case in BRANCHES]
+
+
+def test_gradients_through_other_branches_are_refused_by_all_ranks() -> None:
+    mesh = Mesh(x=2)
+    for errors in run_ranks(2, branch_errors, mesh):
+        for case, error in zip(BRANCHES, errors, strict=True):
+            assert "ranks [0], [1] would add gradients of different tensors" in error, case
+            assert "the ranks may have diverged where the host read varying values" in error, case

@@ -1,4 +1,4 @@
-"""Bodies that take gradients, in which the host may read a varying value without using it."""
+"""Bodies that take gradients, in which the host may read a varying value, or branch on it."""
 
 from __future__ import annotations
 
@@ -100,3 +100,61 @@ def gradients(mesh: Mesh, body: Body, read: Read) -> list[torch.Tensor]:
     y = mapped(w, x)
     inner: torch.Tensor = y.detach()
     return [inner, torch.autograd.grad(y.sum(), w)[0]] if y.requires_grad else [inner]
+
+
+# -- branches that use different tensors of one shape ------------------------------------------
+
+
+def inner(mesh: Mesh, x: torch.Tensor, ws: list[torch.Tensor]) -> None:
+    def body(x: torch.Tensor, *ws: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = (x * ws[0]).sum() if x.sum() > 0 else (x * ws[1]).sum()
+        return torch.autograd.grad(y, ws, materialize_grads=True)
+
+    specs = (P("x"), P(), P())
+    fs.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P("x"))(x, *ws)
+
+
+def inner_order(mesh: Mesh, x: torch.Tensor, ws: list[torch.Tensor]) -> None:
+    def body(x: torch.Tensor, *ws: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        first, second = ws if x.sum() > 0 else ws[::-1]
+        y = (x.sin() * first).sum() + (x.cos() * second).sum()
+        return torch.autograd.grad(y, ws)
+
+    specs = (P("x"), P(), P())
+    fs.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P("x"))(x, *ws)
+
+
+def of_arguments(mesh: Mesh, x: torch.Tensor, ws: list[torch.Tensor]) -> None:
+    body = lambda x, v, w: x * v if x.sum() > 0 else x * w  # noqa: E731
+    specs = (P("x"), P(), P())
+    y = fs.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P("x"))(x, *ws)
+    y.sum().backward()
+
+
+def of_closures(mesh: Mesh, x: torch.Tensor, ws: list[torch.Tensor]) -> None:
+    body = lambda x: x * ws[int(x.sum() > 0)]  # noqa: E731
+    fs.shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P("x"))(x).sum().backward()
+
+
+def of_results(mesh: Mesh, x: torch.Tensor, ws: list[torch.Tensor]) -> None:
+    def body(x: torch.Tensor, *ws: torch.Tensor) -> torch.Tensor:
+        total = fs.psum(x * ws[0], "x")
+        return total if x.sum() > 0 else x * ws[1]
+
+    specs = (P("x"), P(), P())
+    y = fs.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P("x"))(x, *ws)
+    y.sum().backward()
+
+
+BRANCHES = [inner, inner_order, of_arguments, of_closures, of_results]
+
+
+def branch_error(mesh: Mesh, case: Callable[[Mesh, torch.Tensor, list[torch.Tensor]], None]) -> str:
+    """Return the error of a case as text, "" without one."""
+    x = torch.tensor([1.0, 2.0, -3.0, -4.0])
+    ws = [torch.tensor([1.0 + i, 2.0], requires_grad=True) for i in range(2)]
+    try:
+        case(mesh, x, ws)
+    except fs.ShardingError as error:
+        return str(error)
+    return ""

@@ -78,7 +78,9 @@ def negatives(x: Tensor) -> Tensor:
     labels = F.one_hot(torch.arange(4) % 2)
     same = (labels @ labels.T).bool()
     rows = similarity[others].view(4, 3)
-    return rows.sum(1) + similarity[same & others] * similarity.masked_select(~same).view(4, 2)[:, 0]
+    return (
+        rows.sum(1) + similarity[same & others] * similarity.masked_select(~same).view(4, 2)[:, 0]
+    )
 
 
 def constant_sizes(x: Tensor) -> Tensor:

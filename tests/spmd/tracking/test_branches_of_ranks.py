@@ -11,6 +11,7 @@ import torch
 
 import fshard as fs
 from fshard import P
+from tests.helpers.spmd.host_read_bodies import BRANCHES, branch_error
 
 Tensor = torch.Tensor
 
@@ -87,3 +88,10 @@ def test_fix_of_gradients_through_branches_of_some_ranks(name: str) -> None:
     library = str(Path(fs.__file__).parent)
     assert not any(str(entry.path).startswith(library) for entry in caught.traceback)
     torch.testing.assert_close(gradients(mapped(case.by_where)), gradients(case.on_one_device))
+
+
+@pytest.mark.parametrize("case", BRANCHES, ids=lambda case: case.__name__)
+def test_gradients_through_other_branches_are_refused(case: Any) -> None:
+    assert "torch.where(condition, a, b) in the place of a branch" in branch_error(
+        fs.Mesh(x=2), case
+    )

@@ -1,0 +1,98 @@
+"""Collectives that a backward pass will launch, compared between ranks that may have diverged.
+
+After the host has read varying values, ranks may have recorded other graphs. Their backward passes
+would wait for each other for ever, or add gradients of different tensors. A graph is therefore
+described by its collectives in the order in which PyTorch's engine runs them, each by the inputs
+whose gradients it reaches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fshard._torch.autograd_state import sequence_number
+from fshard.run.autograd.linear_function import ProgramGroup
+from fshard.spmd.closure_inputs import Edge, edge_of, next_edges
+from fshard.spmd.tracking.control_casts import EnterControl, ExitControl, LeaveControl, PickFirst
+from fshard.spmd.tracking.tracker import Tracker
+
+
+def inner_gradient_sums(
+    tracker: Tracker, outputs: Iterable[Any], inputs: Sequence[torch.Tensor]
+) -> str:
+    """Return the collectives of a gradient in the body as text; inputs count by their position."""
+    with tracker.pause():
+        names = {edge_of(x): str(i) for i, x in enumerate(inputs) if x.requires_grad}
+        outside = {edge_of(x) for x in tracker.outside if x.requires_grad}
+        return _sums(outputs, names, outside)
+
+
+def outer_gradient_sums(tracker: Tracker, results: Iterable[torch.Tensor]) -> str:
+    """Return the collectives of gradients of the body's results with respect to tensors outside.
+
+    Those that the body used before its first read count by their position, which is the same on
+    every rank; others by their shape and a sample of their values.
+    """
+    names: dict[Edge, str] = {}
+    with tracker.pause():
+        for i, x in enumerate(tracker.outside):
+            if x.requires_grad:
+                names[edge_of(x)] = str(i) if i < tracker.num_outside_at_read else _sample_text(x)
+        return _sums(results, names, names.keys())
+
+
+def _sample_text(x: torch.Tensor) -> str:
+    flat = x.detach().reshape(-1)
+    return f"{tuple(x.shape)} {flat[:: max(1, len(flat) // 4)].tolist()}"
+
+
+def _sums(outputs: Iterable[Any], names: Mapping[Edge, str], ends: Collection[Edge]) -> str:
+    """Return the collectives between outputs and named edges; graphs are followed up to `ends`."""
+    bits = {edge: 1 << i for i, edge in enumerate(names)}
+    roots = [edge_of(y) for y in outputs if isinstance(y, torch.Tensor) and y.requires_grad]
+    masks = _reached([edge[0] for edge in roots if edge not in ends], bits, ends)
+    senders = [node for node, mask in masks.items() if mask and _sends_backward(node)]
+    texts = []
+    for node in sorted(senders, key=sequence_number, reverse=True):
+        reached = sorted(name for edge, name in names.items() if masks[node] & bits[edge])
+        texts.append(" ".join(reached))
+    return "; ".join(texts)
+
+
+def _reached(
+    roots: Iterable[Any], bits: Mapping[Edge, int], ends: Collection[Edge]
+) -> dict[Any, int]:
+    """Return for each node of a graph the bits of the edges that its cotangents reach."""
+    masks: dict[Any, int] = {}
+    todo = list(roots)
+    while todo:
+        node = todo[-1]
+        edges = [] if node in masks else next_edges((node, 0))
+        missing = [e[0] for e in edges if e not in ends and e[0] not in masks]
+        if not missing:
+            todo.pop()
+            mask = masks.get(node, 0)
+            for edge in edges:
+                mask |= bits.get(edge, 0) | (0 if edge in ends else masks[edge[0]])
+            masks[node] = mask
+        todo += missing
+    return masks
+
+
+def _sends_backward(node: Any) -> bool:
+    """Return True for the node of a collective whose transpose sends values."""
+    function = getattr(node, "_forward_cls", None)
+    if function is None or not function.__module__.startswith(("fshard.run.", "fshard.spmd.")):
+        return False
+    op = getattr(node, "op", None)
+    match None if op is None else op.T:
+        case ProgramGroup(progs=progs):
+            return any(not prog.is_local for prog in progs)
+        case ExitControl(sums=sums) | LeaveControl(sums=sums):
+            return bool(sums)
+        case EnterControl() | PickFirst():
+            return False
+    return True
