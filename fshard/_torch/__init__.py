@@ -12,7 +12,7 @@ cost no Python call.
 - `thread_state`: per-thread settings that move to another thread.
 - `operators`: `OpOverload`, schemas, decompositions, direct functions, steps of AdamW.
 - `fake_tensors`: fake tensors, functional tensors.
-- `module_state`: children and dictionaries of modules, metas of tensors.
+- `module_state`: children and dictionaries of modules, metas of tensors, versions of dicts.
 - `symbolic_numbers`: numbers that are symbols in a trace.
 - `init_functions`: `torch.nn.init.trunc_normal_`.
 - `memory`: storages, results that must not alias arguments.

@@ -1,12 +1,14 @@
-"""Dictionaries that a call of an `nn.Module` reads, and metas of tensors."""
+"""Dictionaries that a call of an `nn.Module` reads, and comparisons of metas of tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
 import torch
+from torch._C._dynamo import guards
 from torch.nn.modules import module as all_modules
 
 CHILDREN = ("_parameters", "_buffers", "_modules")
@@ -18,6 +20,29 @@ meta_getter: Callable[[torch.Tensor], tuple[Any, ...]] = attrgetter(
     "shape", "dtype", "device", "requires_grad"
 )
 """Return what a trace depends on of a tensor that it closes over."""
+
+dict_version: Callable[[dict[Any, Any]], int] | None = (
+    guards.dict_version if sys.version_info < (3, 12) else None
+)
+"""Return a number that another one follows at every change of a dict; None if Python has none."""
+
+
+def same_metas(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """Return a function of as many tensors that is True for different ones with the same metas.
+
+    They agree in their types, dispatch keys, shape, dtype, device and `requires_grad` with those
+    given, which it does not keep alive. It is one call in C.
+
+    >>> agree = same_metas([torch.ones(2), torch.ones(3, 4)])
+    >>> agree(torch.zeros(2), torch.zeros(4, 3).T), agree(torch.zeros(2), torch.zeros(3))
+    (True, False)
+    """
+    sizes: Any = [[*x.shape] for x in tensors]
+    strides: Any = [[None] * x.ndim for x in tensors]
+    check: Callable[..., bool] = guards.TensorGuards(
+        *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
+    ).check
+    return check
 
 
 def children(module: torch.nn.Module) -> dict[str, Any]:

@@ -123,10 +123,13 @@ _PAIRS = {Sharded}
 _LOCAL_KEY = tuple(map(attrgetter, ("shape", "dtype", "device")))
 
 
-def append_cache_key(tree: Any, leaves: list[Any], key: list[Any]) -> None:
+def append_cache_key(
+    tree: Any, leaves: list[Any], key: list[Any], tensors: list[torch.Tensor] | None = None
+) -> None:
     """Append the leaves of a tree to `leaves`, and to `key` a cache key of all but the values.
 
-    Pairs are appended as `Sharded`.
+    Pairs are appended as `Sharded`. With a list `tensors` the tensors, those of pairs included, are
+    appended to it, and the key has nothing of them.
 
     Trees with equal keys have one structure and equal specs; their tensors agree in shape, dtype,
     device and, outside of pairs, `requires_grad` and layout in memory; their other leaves agree in
@@ -140,6 +143,9 @@ def append_cache_key(tree: Any, leaves: list[Any], key: list[Any]) -> None:
     kind = type(tree)
     if isinstance(tree, torch.Tensor):
         leaves.append(tree)
+        if tensors is not None:
+            tensors.append(tree)
+            return
         # Sizes that are symbols are equal to no other key.
         shape = object() if has_symbolic_sizes(tree) else tree.shape
         key += (shape, tree.dtype, tree.device, tree.requires_grad, tree.layout)
@@ -147,19 +153,22 @@ def append_cache_key(tree: Any, leaves: list[Any], key: list[Any]) -> None:
         pair = tree if kind is Sharded else Sharded(*tree)
         leaves.append(pair)
         local, spec = pair.local, pair.spec
-        if isinstance(local, torch.Tensor):
+        if isinstance(local, torch.Tensor) and tensors is not None:
+            key.append(spec)
+            tensors.append(local)
+        elif isinstance(local, torch.Tensor):
             key += (spec, local.shape, local.dtype, local.device)
         elif isinstance(local, tuple | list):
             key.append(spec)
-            append_cache_key(local, [], key)
+            append_cache_key(local, [], key, tensors)
         else:  # unknown contents: equal to no other key
             key.append(object())
     elif kind is tuple or kind is list:
         key += (kind, len(tree))
-        _append_items(tree, leaves, key)
+        _append_items(tree, leaves, key, tensors)
     elif kind is dict and {*map(type, tree)} <= _STRINGS:
         key += (kind, tuple(tree))
-        _append_items([tree[name] for name in sorted(tree)], leaves, key)
+        _append_items([tree[name] for name in sorted(tree)], leaves, key, tensors)
     else:
         parts, treedef = flatten(tree)
         if len(parts) == 1 and parts[0] is tree:
@@ -168,21 +177,26 @@ def append_cache_key(tree: Any, leaves: list[Any], key: list[Any]) -> None:
         else:
             key.append(treedef)
             for part in parts:
-                append_cache_key(part, leaves, key)
+                append_cache_key(part, leaves, key, tensors)
 
 
-def _append_items(items: Sequence[Any], leaves: list[Any], key: list[Any]) -> None:
+def _append_items(
+    items: Sequence[Any], leaves: list[Any], key: list[Any], tensors: list[torch.Tensor] | None
+) -> None:
     """Append the key of a container's items; many pairs of tensors are read without a loop."""
     if len(items) > 1 and {*map(type, items)} == _PAIRS:
         locals_ = [*map(local_of, items)]
         if {*map(type, locals_)} <= TENSORS:
             leaves += items
             key += map(spec_of, items)
+            if tensors is not None:
+                tensors += locals_
+                return
             for read in _LOCAL_KEY:
                 key += map(read, locals_)
             return
     for item in items:
-        append_cache_key(item, leaves, key)
+        append_cache_key(item, leaves, key, tensors)
 
 
 def unflatten(treedef: TreeDef, leaves: Sequence[Any]) -> Any:

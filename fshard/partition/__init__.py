@@ -2,8 +2,8 @@
 
 - `partition`: the public transform; one assignment per kind of call.
 - `function_traces`: one traced graph per kind of arguments and state of Python.
-- `python_state`: the state that a function reads beside its arguments.
-- `host_generators`: draws of Python's and NumPy's generators, which are refused.
+- `state/`: the state of Python that a function reads beside its arguments.
+- `recent_calls`: the plans of the last calls, found without their keys.
 - `apply`: one operation on pairs; `repeated_calls`: its plans, by the layouts of operands.
 - `auto`: the choice of layouts for all arguments; `layout_search/`: its search and its proof.
 - `assignment/`: from a graph to lines with layouts.

@@ -17,8 +17,8 @@ from fshard.ops.core.call import Meta
 from fshard.ops.trace.functionalize import refuse_sparse
 from fshard.ops.trace.trace import TracedFunction, trace
 from fshard.partition.arguments import CallSignature
-from fshard.partition.host_generators import refuse_draws
-from fshard.partition.python_state import PythonState, StateKey
+from fshard.partition.state.host_generators import refuse_draws
+from fshard.partition.state.python_state import PythonState, StateKey
 
 MAX_STATES = 16
 """States whose traces are kept: old traces keep the tensors alive that the function closed over."""

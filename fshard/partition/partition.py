@@ -41,6 +41,7 @@ from fshard.partition.function_traces import FunctionTraces
 from fshard.partition.ir import Ref, Write
 from fshard.partition.number_variants import NumberVariants, Plan
 from fshard.partition.partitioned_call import PartitionedCall
+from fshard.partition.recent_calls import RecentCalls
 from fshard.partition.step_cost.memory_limit import check_memory, within_memory
 from fshard.program.cost.topology import Topology
 from fshard.program.program_arguments import as_topology
@@ -49,7 +50,6 @@ from fshard.run.graphs.graph_node import graph_node, with_integer_sizes
 from fshard.spmd.in_specs import ArgSignature, match_specs
 
 META = torch.device("meta")
-TENSORS = {torch.Tensor, torch.nn.Parameter, Sharded}
 
 
 class Partition:
@@ -108,6 +108,7 @@ class Partition:
         self.where = where or f"fs.partition({name_of(fn)})"
         self.topology = as_topology("fs.partition", topology, meshes=(mesh,))
         self._calls: dict[Any, NumberVariants] = BoundedDict()
+        self._recent = RecentCalls()
         self._last: PartitionedCall | None = None
         self._traces = traces or FunctionTraces(fn, self.where)
         self._node = graph_node(self._run_in_graph)
@@ -208,22 +209,30 @@ class Partition:
     ) -> tuple[list[Any], PartitionedCall, Sequence[Spec | None]]:
         """Return the leaves of a call's arguments, its partitioned call, and their specs."""
         refuse_autocast(self.where)
-        leaves: list[Any] = []
+        leaves, tensors = list[Any](), list[torch.Tensor]()
         state = self._traces.state(self._calls)
         key: list[Any] = [torch.is_grad_enabled(), state]
         # A list: a tuple of two arguments of which the second is a spec would be a pair.
-        append_cache_key(list(args), leaves, key)
-        if kwargs:
-            append_cache_key(kwargs, leaves, key)
+        append_cache_key([[*args], kwargs], leaves, key, tensors)
+        plan = self._recent.find(key, tensors) if runs else None
+        if plan is None:
+            leaves, plan = self._find_plan(args, kwargs, state, runs=runs)
+            if runs:
+                self._recent.add(key, leaves, tensors, plan)
+        return leaves, *plan
+
+    def _find_plan(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], state: Any, *, runs: bool
+    ) -> tuple[list[Any], Plan]:
+        """Return the leaves of a call's arguments, and its plan by a key of all it depends on."""
+        leaves: list[Any] = []
+        key: list[Any] = [torch.is_grad_enabled(), state]
+        append_cache_key([[*args], kwargs], leaves, key)
         repeats = arguments.repeated_tensors(leaves)
         key += (repeats, arguments.tracked(leaves))
-        numbers: dict[int, int | float] = {}
-        if not {*map(type, leaves)} <= TENSORS:
-            for index, leaf in enumerate(leaves):
-                if type(leaf) is float or type(leaf) is int:
-                    numbers[index] = leaf
-                elif not isinstance(leaf, torch.Tensor | Sharded):
-                    key.append(freeze(leaf))
+        numbers = {i: x for i, x in enumerate(leaves) if type(x) is float or type(x) is int}
+        key += [freeze(x) for i, x in enumerate(leaves)
+                if i not in numbers and not isinstance(x, torch.Tensor | Sharded)]  # fmt: skip
         # A meta tensor stands for one with values if nothing runs.
         key.append(runs or META not in key)
 
@@ -233,10 +242,10 @@ class Partition:
         try:
             kinds = self._calls.get(kind := tuple(key))
         except TypeError:  # a leaf without a hash
-            return leaves, *compute(())
+            return leaves, compute(())
         if kinds is None:
             kinds = self._calls[kind] = NumberVariants()
-        return leaves, *kinds.find(numbers, compute)
+        return leaves, kinds.find(numbers, compute)
 
     # -- specs -----------------------------------------------------------------------------
 
@@ -279,7 +288,6 @@ class Partition:
 
         The leaves of the indices `numbers` are symbols.
         """
-        # A list: a tuple of two arguments of which the second is a spec would be a pair.
         tree = flatten(([*args], kwargs))[1]
         leaf_names = [*paths([*args], "args"), *paths(kwargs, "kwargs")]
         specs = self._specs(args, kwargs, leaf_names, leaves)

@@ -116,3 +116,33 @@ def test_one_tensor_under_two_names_is_one_value() -> None:
     assert same(x, x.clone()).tolist() == [0.0, 0.0]
     differ = fs.partition(lambda a, b: a is b, mesh=MESH, in_specs=(P("x"), P()))
     assert not differ(x, x)
+
+
+@pytest.mark.parametrize("as_pairs", [False, True])
+def test_repeated_calls_see_tensors_that_changed_in_place(as_pairs: bool) -> None:
+    def f(x: torch.Tensor, rows: dict[str, torch.Tensor]) -> Any:
+        return x * len(x) + rows["b"].sum()
+
+    part = fs.partition(f, mesh=MESH, in_specs=(P(), P("x")))
+    x, rows = torch.ones(4), {"b": torch.arange(4.0), "a": torch.ones(2)}
+
+    def check() -> None:
+        args: Any = x, rows
+        if as_pairs:
+            args = fs.shard(x, MESH, P()), {k: fs.shard(v, MESH, P("x")) for k, v in rows.items()}
+        for _ in range(2):
+            result = fs.unshard(part(*args)) if as_pairs else part(*args)
+            torch.testing.assert_close(result, f(x, rows))
+            assert result.requires_grad == f(x, rows).requires_grad
+
+    check()
+    rows["b"].requires_grad_()
+    check()
+    with torch.no_grad():
+        check()
+    x.data = torch.ones(6)
+    check()
+    x.data = torch.ones(6, dtype=torch.float64)
+    check()
+    rows["a"] = rows["b"]
+    check()

@@ -20,7 +20,7 @@ import torch
 from torch.func import functional_call
 
 import fshard as fs
-from fshard.partition.python_state import PythonState
+from fshard.partition.state.python_state import PythonState
 from tests.helpers.ops.block_cases import traces_of
 from tests.partition.state.state_checks import MESH, check_sees
 
@@ -420,3 +420,16 @@ def test_state_that_a_constructor_reads_is_seen(instance: Constructed | None) ->
 
     check_sees(fn, lambda: set_scale(3.0))
     check_sees(fn, lambda: table.update(shift=4.0))
+
+
+def test_reads_are_compared_after_other_changes_of_their_dict() -> None:
+    module = Layer()
+    state = PythonState(module.forward)
+    before = state.key()
+    vars(module).update(unread=1)
+    vars(module).update(unread=2)
+    assert state.key() == before
+    vars(module).update(unread=3)
+    assert state.key() == before
+    vars(module).update(factor=3.0)
+    assert state.key() != before

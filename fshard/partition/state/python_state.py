@@ -4,7 +4,7 @@ A trace fixes everything that the function reads, so a changed state must not me
 The state is read where the function's code can name it: starting from the function, a walk follows
 closure cells, defaults, named globals, bound objects and modules, and of every object the
 attributes whose names occur in the code that the walk met. It records what it reads, and a guard
-compares all of it in C. After a change the state is walked again: equal states have equal keys, and
+compares all of it. After a change the state is walked again: equal states have equal keys, and
 so their traces are cached.
 """
 
@@ -18,8 +18,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from itertools import chain, repeat
-from operator import attrgetter, call, eq, is_, itemgetter, methodcaller
+from operator import attrgetter, itemgetter, methodcaller
 from pathlib import Path
 from types import (
     BuiltinMethodType,
@@ -29,7 +28,7 @@ from types import (
     MethodType,
     ModuleType,
 )
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -39,7 +38,8 @@ from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
 from fshard.ops.core.cache_keys import freeze
-from fshard.partition.host_generators import is_generator
+from fshard.partition.state.host_generators import is_generator
+from fshard.partition.state.state_guard import Read, StateGuard
 
 MAX_ITEMS = 256
 """Size up to which the items of a list, tuple, dict, set or array are part of the state."""
@@ -64,11 +64,6 @@ CONTAINERS: dict[type, tuple[Callable[..., Any], ...]] = {
     set: (set.__len__, set.__iter__),
 }
 """Mutable containers: their sizes, keys and items, whatever methods a subclass has."""
-
-Read = tuple[Callable[[Any], Any], Any, Any]
-"""Function, its argument, and the value that it returned."""
-Columns = tuple[tuple[Any, ...], ...]
-"""Functions, their arguments, and the values that they returned."""
 
 _ABSENT = object()
 _contents, _current = attrgetter("cell_contents"), methodcaller("get", None)
@@ -104,7 +99,7 @@ class PythonState:
     def __init__(self, function: Any) -> None:
         self.function, self.names = function, ALWAYS_NAMED
         self.walk: _Walk | None = None
-        self.guard: _Guard
+        self.guard: StateGuard
         self.logs: dict[int, Any] = {}
 
     def key(self) -> StateKey:
@@ -139,55 +134,6 @@ class PythonState:
         return bool(logs) and walk.guard(logs).holds()
 
 
-class _Guard(NamedTuple):
-    """All reads of a walk, compared by a few calls in C.
-
-    Attributes:
-        empty: containers that were empty.
-        filled: other containers.
-        sizes: their sizes.
-        namespaces: namespaces of objects, classes, modules and functions.
-        last: their last names; a name that is added is the last.
-        getters: functions of containers to the keys or items that were read, in their order.
-        containers: the containers.
-        items: the keys and items of all, which are compared by identity.
-        reads: functions, their arguments, and their values, which are compared by identity.
-        contents: functions, objects, and their contents, which are compared by value.
-    """
-
-    empty: tuple[Any, ...]
-    filled: tuple[Any, ...]
-    sizes: list[int]
-    namespaces: tuple[Any, ...]
-    last: tuple[Any, ...]
-    getters: tuple[Callable[[Any], Any], ...]
-    containers: tuple[Any, ...]
-    items: tuple[Any, ...]
-    reads: Columns
-    contents: Columns
-
-    def holds(self) -> bool:
-        """Return True if every read still returns the value that it returned in the walk."""
-        try:
-            items = chain.from_iterable(map(call, self.getters, self.containers))
-            (readers, arguments, values), (getters, objects, contents) = self.reads, self.contents
-            last = map(next, map(reversed, self.namespaces), repeat(None))
-            return (
-                not any(self.empty)
-                and [*map(len, self.filled)] == self.sizes
-                and all(map(is_, last, self.last))
-                and all(map(is_, items, self.items))
-                and all(map(is_, map(call, readers, arguments), values))
-                and all(map(eq, map(call, getters, objects), contents))
-            )
-        except Exception:  # noqa: BLE001 - a removed item, an emptied cell
-            return False
-
-
-def _columns(reads: Sequence[Read]) -> Columns:
-    return tuple(zip(*reads, strict=True)) if reads else ((), (), ())
-
-
 class _Walk:
     """One walk over a state: its reads with their values, and its key.
 
@@ -210,32 +156,15 @@ class _Walk:
         self.reads: list[Read] = []
         self.contents: list[Read] = []
 
-    def guard(self, logs: Collection[int] = ()) -> _Guard:
+    def guard(self, logs: Collection[int] = ()) -> StateGuard:
         """Return the guard of what was read, but for the containers with ids in `logs`."""
         sizes, rows, reads, contents = (
             [read for read in reads if id(read[1]) not in logs]
             for reads in (self.sizes, self.item_reads, self.reads, self.contents)
         )
-        empty, filled = [], []
-        for length, container, size in sizes:
-            if type(container).__len__ is not length:  # a subclass has another one
-                contents.append((length, container, size))
-            elif size or type(container) not in CONTAINERS:
-                filled.append((container, size))
-            else:  # which is false
-                empty.append(container)
-        return _Guard(
-            tuple(empty),
-            tuple([container for container, _ in filled]),
-            [size for _, size in filled],
-            tuple(self.namespaces.values()),
-            tuple([next(reversed(names), None) for names in self.namespaces.values()]),
-            tuple([getter for getter, *_ in rows]),
-            tuple([container for _, container, _ in rows]),
-            tuple([value for *_, values in rows for value in values]),
-            _columns(reads),
-            _columns(contents),
-        )
+        others = [read for read in sizes if not _has_length(read)]
+        sizes = [read for read in sizes if _has_length(read)]
+        return StateGuard(sizes, [*self.namespaces.values()], rows, reads, [*contents, *others])
 
     def visit_all(self, root: Any) -> None:
         """Visit everything that can be reached from `root`."""
@@ -439,6 +368,12 @@ class _Walk:
             self.objects.append(kind)
             self.items.append(id(kind))
             self.visit_class(kind)
+
+
+def _has_length(read: Read) -> bool:
+    """Return True for a size that `len` returns; a subclass may have another one."""
+    length, container, _ = read
+    return type(container).__len__ is length
 
 
 @functools.lru_cache(maxsize=4096)
