@@ -1,4 +1,4 @@
-"""Measurement of a topology: `fs.calibrate` times messages, bytes, launches and copies."""
+"""Measurement of a topology: `fs.calibrate` times messages, bytes, launches, copies and overlap."""
 
 from __future__ import annotations
 
@@ -47,6 +47,8 @@ COPIED = {"cpu": 2**26, "cuda": 2**29}
 """Bytes of the local copy, by device: more than fit into caches."""
 PRODUCT = {"cpu": 512, "cuda": 4096}
 """Rows of the matrices that are multiplied, by device."""
+OVERLAPPED = {"cpu": 2**22, "cuda": 2**26}
+"""Bytes of the reduction that runs beside products, by device."""
 
 
 class Sample(NamedTuple):
@@ -61,13 +63,15 @@ class Sample(NamedTuple):
 def calibrate(
     mesh: Mesh, /, *, seconds: float = 10.0, save: str | os.PathLike[str] | None = None
 ) -> Topology:
-    """Measure links along each mesh axis, launches, local copies, products and small operations.
+    """Measure links along each mesh axis, launches, copies, products, small operations, overlap.
 
     Every process must call it, also one outside of the mesh. All groups of an axis gather, reduce
     and exchange tensors of growing sizes at the same time, as in programs; latency and bandwidths
     are the least squares of the cost model over the times of the slowest rank, medians of several
     rounds (after Hockney 1994, and LogGP of Alexandrov et al. 1995). The time of a message
-    apart from its round needs a mesh of at least 3 ranks. On GPUs NCCL is measured, with some 1.5
+    apart from its round needs a mesh of at least 3 ranks. The overlap is the time that a reduction
+    over all ranks and products hide of each other when they run together, as a share of the shorter
+    one: little where ranks share cores. On GPUs NCCL is measured, with some 1.5
     GiB of memory on each. Nothing else must run on the devices or links.
 
     Args:
@@ -92,7 +96,7 @@ def calibrate(
     mesh = as_mesh(mesh, "fs.calibrate")
     world = _world(mesh, seconds, save)
     axes = tuple(axis for axis, size in mesh.shape.items() if size > 1)
-    results = torch.zeros(6 + 3 * len(_names(axes)), dtype=torch.float64, device=world.device)
+    results = torch.zeros(7 + 3 * len(_names(axes)), dtype=torch.float64, device=world.device)
     first = mesh.ranks[0]
     with labelled(label_of("calibrate", mesh)):
         if world.rank in mesh:
@@ -142,12 +146,13 @@ def _no_ranks(mesh: Mesh) -> NoReturn:
 
 def _topology(axes: Sequence[str], measured: Sequence[float]) -> Topology:
     """Return the topology of the values that `_measure` returns."""
-    launch, memory, message, kernel, flops, *rest = measured
+    launch, memory, message, kernel, flops, overlap, *rest = measured
     links = {name: Link(*rest[3 * i : 3 * i + 3]) for i, name in enumerate(_names(axes))}
     link = slowest(links.values()) if links else NVLINK
     return Topology(
         "calibrated", inner=link, outer=link, links=tuple(sorted(links.items())), launch=launch,
         memory=memory, message=message, kernel=kernel, flops=(("float32", flops),),
+        overlap=overlap,
     )  # fmt: skip
 
 
@@ -195,11 +200,44 @@ def _measure(world: ProcessWorld, mesh: Mesh, axes: Sequence[str], seconds: floa
     launch = _launch_seconds(world, ranks)
     samples = _samples(world, mesh, axes, seconds)
     message, links = _fit(samples, launch)
-    numbers = [launch, 2 * nbytes / copied, message, kernel, 2 * side**3 / max(product, 1e-9)]
+    overlap = _overlap(world, ranks, lambda: matrix @ matrix, product)
+    rate = 2 * side**3 / max(product, 1e-9)
+    numbers = [launch, 2 * nbytes / copied, message, kernel, rate, overlap]
     for name in _names(axes):
         link = links[name]
         numbers += [link.latency, link.bandwidth, link.of_exchanges().bandwidth]
     return [float(f"{number:.4g}") for number in numbers]
+
+
+def _overlap(
+    world: ProcessWorld, ranks: Group, multiply: Callable[[], object], seconds: float
+) -> float:
+    """Return the share of the time of a reduction that products of `seconds` hide, or it of them.
+
+    The products take about as long as the reduction.
+    """
+    if len(ranks) == 1:
+        return 1.0
+    x = torch.zeros(OVERLAPPED[world.device.type] // 4, dtype=FLOAT, device=world.device)
+    start = partial(world.all_reduce, x, "sum", ranks)
+    count = 1
+
+    def reduce() -> None:
+        start()()
+
+    def compute() -> None:
+        for _ in range(count):
+            multiply()
+
+    def both() -> None:
+        finish = start()
+        compute()
+        finish()
+
+    (alone,) = _typical(world, ranks, [reduce])
+    count = max(1, round(alone / max(seconds, 1e-9)))
+    reduced, computed, together = _typical(world, ranks, (reduce, compute, both))
+    return min(1.0, max(0.0, (reduced + computed - together) / min(reduced, computed)))
 
 
 def _samples(world: ProcessWorld, mesh: Mesh, axes: Sequence[str], seconds: float) -> list[Sample]:

@@ -3,11 +3,15 @@
 `python -m tests.benchmarks.bench_shard_map` prints medians of one run. On the `fake` process
 group nothing is sent, so that the cost of the call remains. On two gloo ranks the other side is
 the functional collective written by hand, result in the right layout. On simulated ranks it is
-PyTorch's `LocalTensorMode`. The contenders take turns, so that a busy machine slows all of them.
+PyTorch's `LocalTensorMode`. Collective matmul on two and four gloo ranks stands beside a gather or
+scatter with one product, and beside a ring by hand; the last column is what `partition` chooses on
+the topology that `fs.calibrate` measures there. The contenders take turns, so that a busy machine
+slows all of them.
 """
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +28,7 @@ from tests.benchmarks.bench_transport import Run, medians
 from tests.helpers.gloo.harness import close_all, run_ranks
 
 FAKE, GLOO, SIMULATED, STEPS = 8, 2, 8, (20, 120)
+PRODUCTS = (256, 512), (1024, 1024), (4096, 1024)
 SIZES = {"8 KiB": 2048, "256 KiB": 65536, "4 MiB": 1048576}
 OPS: Any = torch.ops._c10d_functional
 Op = Callable[[torch.Tensor], torch.Tensor]
@@ -137,6 +142,82 @@ def on_gloo_ranks(numel: int, repeats: int) -> dict[str, dict[str, float]]:
     return results
 
 
+# -- collective matmul -------------------------------------------------------------------
+
+
+def gathered_ring(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Multiply the gathered rows of `x` by `w`, a block at a time while the next one arrives."""
+    n, rank, rows = dist.get_world_size(), dist.get_rank(), x.shape[0]
+    result = x.new_empty(n * rows, w.shape[1])
+    for step in range(n):
+        index, following = (rank - step) % n, torch.empty_like(x)
+        waits = turned(x, following) if step < n - 1 else []
+        torch.mm(x, w, out=result[index * rows : (index + 1) * rows])
+        for wait in waits:
+            wait.wait()
+        x = following
+    return result
+
+
+def scattered_ring(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Add up the products of all ranks, and keep this rank's rows; sums move around the ring."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    rows = x.chunk(n)
+    total = rows[(rank - 1) % n] @ w
+    for step in range(2, n + 1):
+        arriving = torch.empty_like(total)
+        waits = turned(total, arriving)
+        own = rows[(rank - step) % n] @ w
+        for wait in waits:
+            wait.wait()
+        total = own.add_(arriving)
+    return total
+
+
+def turned(x: torch.Tensor, arriving: torch.Tensor) -> list[dist.Work]:
+    """Send a tensor to the next rank, and receive another one from the previous rank."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    return dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, x, (rank + 1) % n),
+            dist.P2POp(dist.irecv, arriving, (rank - 1) % n),
+        ]
+    )
+
+
+def collective_matmuls(rows: int, width: int) -> tuple[dict[str, dict[str, float]], float, str]:
+    """Return microseconds of products, the measured overlap, and the choice of `partition`."""
+    n = dist.get_world_size()
+    mesh, name = Mesh(x=n), dist.group.WORLD.group_name  # type: ignore[union-attr]
+    fs.init(mesh)
+    topology = fs.calibrate(mesh, seconds=2)
+    wait = OPS.wait_tensor
+    x, w = torch.randn(rows // n, width), torch.randn(width, width // n)
+    y, v = torch.randn(rows, width // n), torch.randn(width // n, width)
+    products: dict[str, dict[str, Run]] = {
+        "all_gather_matmul": {
+            "at once": lambda: wait(OPS.all_gather_into_tensor(x, n, name)) @ w,
+            "by hand": lambda: gathered_ring(x, w),
+            "fshard": lambda: fs.all_gather_matmul(x, w, "x", mesh=mesh),
+        },
+        "matmul_reduce_scatter": {
+            "at once": lambda: wait(OPS.reduce_scatter_tensor(y @ v, "sum", n, name)),
+            "by hand": lambda: scattered_ring(y, v),
+            "fshard": lambda: fs.matmul_reduce_scatter(y, v, "x", mesh=mesh),
+        },
+    }
+    for runs in products.values():
+        expected, *others = (run() for run in runs.values())
+        for other in others:
+            torch.testing.assert_close(other, expected, rtol=1e-3, atol=1e-3)
+    part = fs.partition(torch.matmul, mesh=mesh, in_specs=(P("x"), P(None, "x")),
+                        out_specs=P(None, "x"), topology=topology)  # fmt: skip
+    call = part.trace(torch.empty(rows, width), torch.empty(width, width))
+    choice = "ring" if "all_gather_matmul" in str(call.explain()) else "at once"
+    times = {op: medians(runs, rounds=7, repeats=2) for op, runs in products.items()}
+    return times, topology.overlap, choice
+
+
 # -- simulated ranks ---------------------------------------------------------------------
 
 
@@ -211,7 +292,7 @@ def table(title: str, *heads: str) -> Table:
 def main() -> None:
     """Measure and print all tables."""
     # By its importable name, which other processes can import.
-    from tests.benchmarks.bench_shard_map import on_gloo_ranks
+    from tests.benchmarks.bench_shard_map import collective_matmuls, on_gloo_ranks
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -244,6 +325,19 @@ def main() -> None:
         for name, results in run_ranks(GLOO, on_gloo_ranks, numel, repeats, timeout=600)[0].items():
             bare, ours = results.values()
             shown.add_row(size, name, f"{bare:,.0f}", f"{ours:,.0f}", f"{ours / bare:.2f}")
+    console.print(shown)
+
+    shown = table(
+        "Collective matmul on gloo ranks, µs (goal: 1.1 of the ring by hand)",
+        "", "ranks", "shape", "at once", "ring by hand", "fshard", "ratio", "overlap", "partition",
+    )  # fmt: skip
+    for ranks, (rows, width) in itertools.product((2, 4), PRODUCTS):
+        times, share, choice = run_ranks(ranks, collective_matmuls, rows, width, timeout=600)[0]
+        for name, results in times.items():
+            _, hand, ours = results.values()
+            shown.add_row(name, f"{ranks}", f"{rows} x {width} x {width}",
+                          *(f"{number:,.0f}" for number in results.values()),
+                          f"{ours / hand:.2f}", f"{share:.0%}", choice)  # fmt: skip
     close_all()
     console.print(shown)
 

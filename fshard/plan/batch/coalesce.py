@@ -20,6 +20,7 @@ from fshard.layout.spec import Spec
 from fshard.program.cost.rank_loads import step_load, union_ranks
 from fshard.program.cost.rank_overlap import Ranks, Vector, local_bytes
 from fshard.program.cost.traffic import step_axes, traffic
+from fshard.program.halo_steps import HaloExchange, HaloReduce
 from fshard.program.infer import reduction_of
 from fshard.program.program import Program, wire_specs
 from fshard.program.steps import AllGather, AllReduce, ReduceScatter, Step
@@ -128,14 +129,17 @@ def cost_ranks(leaves: Leaves) -> Ranks:
     """Return the ranks to add up loads for: the ranks of all meshes of the leaves, sorted.
 
     If all shards are even and on the same devices, one rank stands for all. Otherwise one
-    coordinate stands for all of an axis that divides the same dim of every spec into equal blocks.
+    coordinate stands for all of an axis that divides the same dim of every spec into equal blocks,
+    unless there are windows, which may differ between blocks.
     """
     specs = [spec for leaf in leaves if leaf is not None for spec in leaf.specs]
     if specs:
         first, even = specs[0].mesh, not any(any(spec.sizes) for spec in specs)
         if even and all(spec.mesh.devices == first.devices for spec in specs):
             return first.ranks[:1]
-        if {spec.mesh for spec in specs} == {first}:
+        steps = [step for leaf in leaves if leaf is not None for step in leaf.steps]
+        windows = any(isinstance(step, HaloExchange | HaloReduce) for step in steps)
+        if not windows and {spec.mesh for spec in specs} == {first}:
             places = {axis: {_divided_dim(spec, axis) for spec in specs} for axis in first.axes}
             others = tuple(axis for axis, dims in places.items() if len(dims) > 1 or -1 in dims)
             return tuple(sorted(first.groups(others)[0]))

@@ -7,6 +7,7 @@ load all ranks alike.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable
 from functools import lru_cache
@@ -120,13 +121,16 @@ def _uneven_load(
 
 def _halo_counts(step: HaloStep, owners: Spec, ranks: Ranks) -> tuple[Vector, Vector]:
     """Return the elements that each rank has in windows of others, and those that it lacks."""
-    columns = []
+    index, choices = [0] * owners.mesh.size, []
     for dim, axes in enumerate(owners.partition.dims):
         shares = dim_shares(step, owners, dim)
-        columns.append([shares[i] for i in shard_indices(owners.mesh, axes)])
-    rows = [*zip(*columns, strict=True)]
-    counts = {row: join_shares(row)[:2] for row in {*rows}}
-    own = [counts[rows[i]] if i >= 0 else (0, 0) for i in places(owners.mesh, ranks)]
+        numbers = {share: i for i, share in enumerate(dict.fromkeys(shares))}
+        column = [numbers[share] for share in shares]
+        rows = zip(index, shard_indices(owners.mesh, axes), strict=True)
+        index = [len(numbers) * i + column[shard] for i, shard in rows]
+        choices.append(numbers)
+    counts = [join_shares(row)[:2] for row in itertools.product(*choices)]
+    own = [counts[index[i]] if i >= 0 else (0, 0) for i in places(owners.mesh, ranks)]
     lent, lacking = zip(*own, strict=True)
     return lent, lacking
 

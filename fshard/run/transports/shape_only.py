@@ -18,6 +18,8 @@ from fshard._torch.fake_tensors import FakeTensor, is_recording
 from fshard._util.cache import CACHE_SIZE
 from fshard.layout.mesh import Mesh
 from fshard.program.cost.model import Cost, collective_time
+from fshard.program.cost.rank_overlap import places
+from fshard.program.cost.shard_overlap import shard_indices
 from fshard.program.cost.topology import Topology
 from fshard.program.cost.traffic import Traffic, all_gather_traffic, all_reduce_traffic
 from fshard.run.transports.base import (
@@ -171,8 +173,9 @@ class RecordingTransport(ShapeTransport):
 @lru_cache(maxsize=CACHE_SIZE)
 def group_axes(mesh: Mesh, group: Group) -> tuple[str, ...]:
     """Return the mesh axes along which the ranks of a group differ."""
-    coords = list(map(mesh.coords, group))
-    return tuple(a for a in mesh.axes if len({place[a] for place in coords}) > 1)
+    here = places(mesh, group)
+    along = {axis: shard_indices(mesh, (axis,)) for axis in mesh.axes}
+    return tuple(axis for axis, row in along.items() if len({row[i] for i in here}) > 1)
 
 
 def shape_transport(mesh: Mesh, where: str) -> ShapeTransport:

@@ -28,6 +28,7 @@ def assert_sane(topology: fs.Topology) -> None:
     assert 0 <= topology.launch < 60
     assert 0 <= topology.message < 60
     assert 0 < topology.memory < math.inf
+    assert 0 <= topology.overlap <= 1
 
 
 @pytest.mark.parametrize(
@@ -47,6 +48,7 @@ def test_topology_is_equal_on_every_rank(size: int, mesh: fs.Mesh, tmp_path: Pat
     assert all(other == first for other in rest)
     assert_sane(first)
     assert first.name == "calibrated"
+    assert mesh.size > 1 or first.overlap == 1
     axes = [axis for axis, n in mesh.shape.items() if n > 1]
     assert {name for name, _ in first.links} == {*axes, *([",".join(axes)] if axes[1:] else [])}
     assert 0 < first.flops_per_second(torch.float32) < math.inf
