@@ -28,6 +28,7 @@ from fshard.layout.partition_spec import rebuild_partition
 from fshard.layout.spec import Spec, rebuild_spec
 
 MAX_PRINTED_SHARDS = 16
+MAX_PRINTED_LINES = 40
 
 COMMUTATIVE = ("add", "mul", "and", "or", "xor")
 REFLECTED = (*COMMUTATIVE, "sub", "matmul", "truediv", "floordiv", "mod", "pow", "lshift", "rshift")
@@ -138,6 +139,10 @@ class Sharded:
         lines = [
             _labelled(ranks_text(group), shards[group[0]]) for group in owners[:MAX_PRINTED_SHARDS]
         ]
+        if sum(line.count("\n") + 1 for line in lines) > MAX_PRINTED_LINES:
+            shapes = (self.spec.local_shape(group[0]) for group in owners)
+            lines = [_begin(line, shape) for line, shape in zip(lines, shapes, strict=False)]
+            lines.append("  all values: print(pair.local), or print(fs.unshard(pair))")
         if len(owners) > MAX_PRINTED_SHARDS:
             lines.append(f"  … {plural(len(owners) - MAX_PRINTED_SHARDS, 'more shard')}")
         return "\n".join([head, *lines])
@@ -287,6 +292,14 @@ def _replicas(spec: Spec) -> dict[Any, list[int]]:
         key = spec.offsets(rank), spec.local_shape(rank), *map(coords.__getitem__, unreduced)
         owners.setdefault(key, []).append(rank)
     return owners
+
+
+def _begin(lines: str, shape: Sequence[int]) -> str:
+    """Return the first line of the text of a shard, with its shape, in 80 columns."""
+    label, text = lines.partition("\n")[0].split(": ", 1)
+    head = f"{label}, {' x '.join(map(str, shape))}: {text}"
+    kept = head if len(head) <= 76 else head[:76].rpartition(",")[0]
+    return f"{kept.rstrip(' ,')} ..."
 
 
 def _labelled(label: str, value: Any) -> str:

@@ -101,9 +101,11 @@ class Table:
         return widths
 
     def _lines(self, row: Row, widths: Sequence[int], width: int) -> list[str]:
-        if _longest_word(row[0]) > widths[0]:
-            return [*wrap(row[0], width), *self._lines(("", *row[1:]), widths, width)]
         cells = [wrap(cell, size) for cell, size in zip(row, widths, strict=True)]
+        own, others = wrap(row[0], width), max(map(len, cells[1:]), default=0)
+        is_longer = len(cells[0]) > 1 and len(own) + others <= max(len(cells[0]), others)
+        if is_longer or _longest_word(row[0]) > widths[0]:
+            return [*own, *self._lines(("", *row[1:]), widths, width)]
         lines = []
         for i in range(max(map(len, cells))):
             parts = [

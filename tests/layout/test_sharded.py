@@ -264,3 +264,13 @@ def test_names_that_tensors_lack_are_unknown() -> None:
 def test_errors_are_of_the_types_that_python_raises() -> None:
     assert issubclass(NotATensorError, fs.ShardingError | TypeError | AttributeError)
     assert list(PAIR) == [PAIR.local, PAIR.spec]
+
+
+def test_many_values_are_one_line_a_shard() -> None:
+    pair = fs.shard(torch.arange(1024.0).view(8, 8, 16), fs.Mesh(x=8), fs.P("x"))
+    head, *lines = str(pair).splitlines()
+    assert head == "Sharded f32[8@x,8,16] on Mesh(x=8)"
+    assert lines[0].startswith("  rank 0, 1 x 8 x 16: tensor([[[  0.,   1., ")
+    assert len(lines) == 9
+    assert max(map(len, lines)) <= 80
+    assert lines[-1] == "  all values: print(pair.local), or print(fs.unshard(pair))"

@@ -73,7 +73,6 @@ class Topology(NotebookView):
         capacity: Bytes of memory of one device; None is unknown.
         kernel: Seconds to start one operation on a device.
         overlap: Share of a collective's time in which a device computes on; 0 if cores do both.
-            `fs.calibrate` measures it.
 
     Raises:
         ShardingError: If a value is out of range or of another type.
