@@ -22,7 +22,7 @@ from fshard.layout.tree import is_pair
 from fshard.layout.validation import as_ints
 from fshard.ops.core.windows import BOUNDARIES, Window, clamped, reflected
 from fshard.ops.rules.window.taps import Tap, gather_taps, scatter_taps
-from fshard.ops.rules.window.window_dims import Span, padded
+from fshard.ops.rules.window.window_dims import Span
 from fshard.program.halo_boxes import reversed_halo
 from fshard.program.halo_steps import HaloExchange, Windows
 from fshard.program.program import Program
@@ -143,11 +143,13 @@ class _Halo:
         shape, sizes = list(spec.shape), dict[int, Sequence[int]]()
         for dim, (before, after) in widths.items():
             size, shards = spec.shape[dim], spec.shard_sizes(dim)
-            window = Window("o", "i", size, size, 1, -before, after, anchor=0, boundary=boundary)
+            window = Window("o", "i", size, size, 1, -before, after, anchor=0,
+                            boundary="padded" if boundary == "zeros" else boundary)  # fmt: skip
             windows[dim], rows[dim] = window, window.windows(shards)
             sizes[dim] = [size + before + after if size else 0 for size in shards]
             shape[dim] = sum(sizes[dim])
-        program = Program(spec, (HaloExchange(tuple(rows)),)) if windows else None
+        filled = "zeros" if boundary == "zeros" else "circular"
+        program = Program(spec, (HaloExchange(tuple(rows), filled),)) if windows else None
         others = {d: s for d, s in enumerate(spec.sizes) if s is not None and d not in sizes}
         extended = Spec(spec.mesh, spec.partition, shape=shape, dtype=spec.dtype,
                         sizes={**others, **sizes})  # fmt: skip
@@ -165,21 +167,14 @@ class _Halo:
     def pad(self, x: Tensor, rank: int) -> Tensor:
         """Return the extended shard of a rank from its window."""
         for dim, window, span in self.parts(rank):
-            if window.boundary == "zeros":
-                pairs = [(0, 0)] * x.ndim
-                pairs[dim] = span.reach[2:]
-                x = padded(x, pairs)
-            elif window.boundary != "circular":
+            if window.boundary in ("reflect", "replicate"):
                 x = gather_taps(x, dim, span, _taps(window, span))
         return x
 
     def unpad(self, x: Tensor, rank: int) -> Tensor:
         """Return the transpose of `pad`."""
         for dim, window, span in self.parts(rank):
-            if window.boundary == "zeros":
-                before, after = span.reach[2:]
-                x = x.narrow(dim, before, x.shape[dim] - before - after)
-            elif window.boundary != "circular":
+            if window.boundary in ("reflect", "replicate"):
                 x = scatter_taps(x, dim, span, _taps(window, span))
         return x
 

@@ -7,6 +7,7 @@ programs and the rank follow from them. Only what a call's state decides is left
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +17,9 @@ from fshard._util.cache import BoundedDict
 from fshard.layout.sharded import Sharded
 from fshard.layout.tree import TENSORS
 from fshard.ops.core.cache_keys import freeze
+from fshard.ops.core.call import map_call
 from fshard.ops.core.registry import registry_version
-from fshard.ops.strategy.local_call import run_local
+from fshard.ops.strategy.local_call import LocalCall, flat, run_local, static_call
 from fshard.ops.strategy.strategy import Strategy
 from fshard.program.program import Program
 from fshard.run.creation import rank_on_mesh
@@ -29,17 +31,22 @@ CONSTANTS = frozenset(
 LISTS = (list, tuple)
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Place of the tensor of a number in the arguments of a call."""
+
+    number: int
+
+
 class RepeatedCall(NamedTuple):
     """Call of an operation on one rank.
 
     Attributes:
         key: hashable, equal for calls that run alike.
-        places: the index or the name of each argument that is a tensor.
         tensors: the locals of pairs, and plain tensors.
     """
 
     key: Hashable
-    places: tuple[int | str, ...]
     tensors: list[torch.Tensor]
 
     @staticmethod
@@ -81,28 +88,43 @@ class RepeatedCall(NamedTuple):
             hash(key)
         except TypeError:  # of the operation
             return None
-        return RepeatedCall(key, tuple(places), tensors)
+        return RepeatedCall(key, tensors)
 
 
 class RepeatedPlan(NamedTuple):
-    """Plan of calls with one key: the strategy, the programs of operands, and other arguments."""
+    """Plan of calls with one key.
+
+    Attributes:
+        strategy: the strategy.
+        programs: the program of each tensor, None for one without steps.
+        args: the positional arguments, with a `Place` for each tensor.
+        kwargs: the arguments by name.
+        static: for each rank the one call of PyTorch that the operation is there, or None.
+    """
 
     strategy: Strategy
     programs: tuple[Program | None, ...]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    static: dict[int, LocalCall | None]
 
     def run(self, call: RepeatedCall) -> Any:
         """Return the pairs of the results."""
-        args, kwargs = [*self.args], {**self.kwargs}
-        for place, tensor, program in zip(call.places, call.tensors, self.programs, strict=True):
-            local = tensor if program is None else program(tensor)
-            if isinstance(place, int):
-                args[place] = local
-            else:
-                kwargs[place] = local
-        rank = rank_on_mesh(self.strategy.sources[0].mesh, "fs.apply")
-        return as_pairs(self.strategy, run_local(self.strategy, rank, args, kwargs))
+        strategy = self.strategy
+        rank = rank_on_mesh(strategy.sources[0].mesh, "fs.apply")
+        if rank not in self.static:
+            self.static[rank] = static_call(strategy, rank, self.args, self.kwargs)
+        found = self.static[rank]
+        op, placed, named = found or (None, self.args, self.kwargs)
+        locals_ = [
+            tensor if program is None else program(tensor)
+            for tensor, program in zip(call.tensors, self.programs, strict=True)
+        ]
+        args = [locals_[arg.number] if type(arg) is Place else arg for arg in placed]
+        kwargs = {k: locals_[arg.number] if type(arg) is Place else arg for k, arg in named.items()}
+        if op is None:
+            return as_pairs(strategy, run_local(strategy, rank, args, kwargs))
+        return as_pairs(strategy, flat(op(*args, **kwargs)))
 
 
 PLANS: BoundedDict[Hashable, RepeatedPlan] = BoundedDict()
@@ -114,8 +136,9 @@ def remember(
 ) -> None:
     """Record the strategy of a call, whose tensors are `Sharded` in `args` and `kwargs`."""
     programs = tuple(prog if prog.steps else None for prog in strategy.programs)
-    others = tuple(None if isinstance(arg, Sharded) else arg for arg in args)
-    PLANS[call.key] = RepeatedPlan(strategy, programs, others, dict(kwargs))
+    numbers = map(Place, range(len(call.tensors)))
+    placed, named = map_call(args, kwargs, Sharded, lambda _: next(numbers))
+    PLANS[call.key] = RepeatedPlan(strategy, programs, tuple(placed), named, {})
 
 
 def as_pairs(strategy: Strategy, results: Sequence[Any]) -> Any:

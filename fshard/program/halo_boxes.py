@@ -101,12 +101,12 @@ def _check_linear(where: str, spec: Spec) -> None:
 def reversed_halo(step: HaloStep, src: Spec) -> HaloStep:
     """Return the transpose of a halo step on `src`."""
     if isinstance(step, HaloReduce):
-        return HaloExchange(step.windows)
+        return HaloExchange(step.windows, step.boundary)
     sizes = tuple(
         None if windows is None else src.shard_sizes(dim)
         for dim, windows in enumerate(step.windows)
     )
-    return HaloReduce(step.windows, sizes)
+    return HaloReduce(step.windows, sizes, step.boundary)
 
 
 def owners_of(step: HaloStep, src: Spec, dst: Spec) -> Spec:
@@ -117,18 +117,22 @@ def owners_of(step: HaloStep, src: Spec, dst: Spec) -> Spec:
 # -- segments and pieces --------------------------------------------------------------------
 
 
-def segments(windows: Windows, sizes: tuple[int, ...]) -> tuple[tuple[WindowPart, ...], ...]:
+def segments(
+    windows: Windows, sizes: tuple[int, ...], boundary: str
+) -> tuple[tuple[WindowPart, ...], ...]:
     """Return the segments of every window over shards of `sizes`, in the windows' order.
 
-    >>> [(part.owner, part.owned) for part in segments(((-1, 3), (1, 4)), (2, 2))[0]]
+    >>> [(part.owner, part.owned) for part in segments(((-1, 3), (1, 4)), (2, 2), "circular")[0]]
     [(1, (1, 2)), (0, (0, 2)), (1, (0, 1))]
     """
-    ends = (0, *itertools.accumulate(sizes))
-    return tuple(tuple(_segments(start, stop, ends)) for start, stop in windows)
+    ends, wraps = (0, *itertools.accumulate(sizes)), boundary == "circular"
+    return tuple(tuple(_segments(start, stop, ends, wraps)) for start, stop in windows)
 
 
-def _segments(start: int, stop: int, ends: Sequence[int]) -> Iterator[WindowPart]:
+def _segments(start: int, stop: int, ends: Sequence[int], wraps: bool) -> Iterator[WindowPart]:
     size, at = ends[-1], start
+    if not wraps:
+        at, stop = max(start, 0), min(stop, size)
     while at < stop:
         turn, position = divmod(at, size)
         owner = bisect_right(ends, position) - 1
@@ -151,17 +155,17 @@ def halo_axes(step: HaloStep, src: Spec) -> tuple[str, ...]:
         if windows is None:
             continue
         sizes = src.shard_sizes(dim) if isinstance(step, HaloExchange) else step.sizes[dim] or ()
-        if _read_others(windows, sizes):
+        if _read_others(windows, sizes, step.boundary):
             axes.update(src.partition.dims[dim])
     return tuple(a for a, n in src.mesh.shape.items() if n > 1 and a in axes)
 
 
-def _read_others(windows: Windows, sizes: Sequence[int]) -> bool:
+def _read_others(windows: Windows, sizes: Sequence[int], boundary: str) -> bool:
     """Return whether a window has elements of another shard."""
-    ends = (0, *itertools.accumulate(sizes))
+    ends, wraps = (0, *itertools.accumulate(sizes)), boundary == "circular"
     return any(
         (start < ends[i] or stop > ends[i + 1])
-        and any(part.owner != i for part in _segments(start, stop, ends))
+        and any(part.owner != i for part in _segments(start, stop, ends, wraps))
         for i, (start, stop) in enumerate(windows)
     )
 
@@ -186,7 +190,7 @@ def _dim_parts(
         yield [
             (i, part)
             for i in (readers if of_shard else [index])
-            for part in _segments(*windows[i], ends)
+            for part in _segments(*windows[i], ends, step.boundary == "circular")
             if not of_shard or part.owner == index
         ]
 
@@ -239,7 +243,7 @@ class HaloShare(NamedTuple):
     Attributes:
         lent: the length that windows have of the shard, its own window included.
         kept: the length of the shard in its own window.
-        window: the length of its window.
+        window: the length of its window within the dim.
         readers: shards whose windows have a part of it.
         owners: shards that its window has parts of.
         both: shards that are readers and owners.
@@ -254,10 +258,12 @@ class HaloShare(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def halo_shares(windows: Windows | None, sizes: tuple[int, ...]) -> tuple[HaloShare, ...]:
+def halo_shares(
+    windows: Windows | None, sizes: tuple[int, ...], boundary: str
+) -> tuple[HaloShare, ...]:
     """Return the share of every shard of a dim of `sizes`; None windows are the shards.
 
-    >>> halo_shares(((0, 3), (1, 4)), (2, 2))[0]
+    >>> halo_shares(((0, 3), (1, 4)), (2, 2), "circular")[0]
     HaloShare(lent=3, kept=2, window=3, readers=2, owners=2, both=2)
     """
     if windows is None:
@@ -274,16 +280,16 @@ def halo_shares(windows: Windows | None, sizes: tuple[int, ...]) -> tuple[HaloSh
     few = tuple(n for *_, n in short)
     ends = itertools.accumulate(few)
     rows = tuple((i + end, j + end) for (i, j, _), end in zip(short, ends, strict=True))
-    shares, every = iter(_every_share(rows, few)), list[HaloShare]()
+    shares, every = iter(_every_share(rows, few, boundary)), list[HaloShare]()
     for (_, n), m in zip(runs, counts, strict=True):
         own = [*itertools.islice(shares, m)]
         every += own[: m // 2] + own[m // 2 : m // 2 + 1] * (n - m) + own[m // 2 :]
     return tuple(every)
 
 
-def _every_share(windows: Windows, sizes: tuple[int, ...]) -> list[HaloShare]:
+def _every_share(windows: Windows, sizes: tuple[int, ...], boundary: str) -> list[HaloShare]:
     """Return the share of every shard, computed from all windows."""
-    rows = segments(windows, sizes)
+    rows = segments(windows, sizes, boundary)
     lent, readers = [0] * len(sizes), [set[int]() for _ in sizes]
     for reader, row in enumerate(rows):
         for part in row:
@@ -293,17 +299,16 @@ def _every_share(windows: Windows, sizes: tuple[int, ...]) -> list[HaloShare]:
     for index, row in enumerate(rows):
         owners = {part.owner for part in row}
         kept = sum(part.owned[1] - part.owned[0] for part in row if part.owner == index)
-        start, stop = windows[index]
-        both = len(readers[index] & owners)
-        counts = len(readers[index]), len(owners), both
-        shares.append(HaloShare(lent[index], kept, stop - start, *counts))
+        read = sum(part.owned[1] - part.owned[0] for part in row)
+        counts = len(readers[index]), len(owners), len(readers[index] & owners)
+        shares.append(HaloShare(lent[index], kept, read, *counts))
     return shares
 
 
 def dim_shares(step: HaloStep, owners: Spec, dim: int) -> tuple[HaloShare, ...]:
     """Return the shares of a dim of a halo step."""
     windows = step.windows[dim] if dim < len(step.windows) else None
-    return halo_shares(windows, owners.shard_sizes(dim))
+    return halo_shares(windows, owners.shard_sizes(dim), step.boundary)
 
 
 def join_shares(shares: Sequence[HaloShare]) -> tuple[int, int, int]:

@@ -15,7 +15,7 @@ from fshard._util.errors import fail
 from fshard.layout.validation import as_ints
 
 Window = tuple[int, int]
-"""Start and stop in a dim; positions outside of it are those modulo its size."""
+"""Start and stop in a dim; positions outside of it are as the boundary of the step says."""
 Windows = tuple[Window, ...]
 """One window for every shard of a dim, in major-to-minor order."""
 
@@ -42,6 +42,13 @@ def _checked(step: object, windows: Any) -> tuple[Windows | None, ...]:
     return tuple(dims)
 
 
+def _check_boundary(step: object, boundary: Any) -> None:
+    """Raise if a step has an unknown boundary."""
+    if boundary not in ("circular", "zeros"):
+        fail(f"fs.{type(step).__name__}", f"boundary={boundary!r}",
+             "boundary must be 'circular' or 'zeros'", 'boundary="zeros"')  # fmt: skip
+
+
 def _text(windows: tuple[Windows | None, ...]) -> str:
     """Return the dims that have windows, for the text of a step."""
     dims = [str(dim) for dim, rows in enumerate(windows) if rows is not None]
@@ -53,11 +60,12 @@ class HaloExchange:
     """Sharded to sharded: every rank gets the elements of its window, which overlap with others'.
 
     Each rank receives what it lacks and no more, of several dims at once with their corners, from
-    as many neighbours as its window reaches. Windows beyond an end of the dim continue at the other
-    end. Transpose: `HaloReduce`.
+    as many neighbours as its window reaches. Transpose: `HaloReduce`.
 
     Args:
         windows: For every dim None, or the start and stop of the window of every shard.
+        boundary: Elements beyond the ends of a dim: "circular" for those at its other end, or
+            "zeros".
 
     >>> import fshard as fs
     >>> src = fs.Spec(fs.Mesh(h=2), fs.P("h"), shape=(8,))
@@ -67,10 +75,12 @@ class HaloExchange:
     """
 
     windows: tuple[Windows | None, ...]
+    boundary: str = "circular"
     name: ClassVar[str] = "halo_exchange"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "windows", _checked(self, self.windows))
+        _check_boundary(self, self.boundary)
 
     def __str__(self) -> str:
         return f"{self.name}({_text(self.windows)})"
@@ -86,6 +96,8 @@ class HaloReduce:
         windows: For every dim None, or the start and stop of the window of every shard.
         sizes: For every dim None, or the sizes of the shards of the result, in the dims that have
             windows.
+        boundary: Owners of elements beyond the ends of a dim: "circular" for those at its other
+            end, or "zeros" for none.
 
     >>> import fshard as fs
     >>> src = fs.Spec(fs.Mesh(h=2), fs.P("h"), shape=(10,))
@@ -96,10 +108,12 @@ class HaloReduce:
 
     windows: tuple[Windows | None, ...]
     sizes: tuple[tuple[int, ...] | None, ...]
+    boundary: str = "circular"
     name: ClassVar[str] = "halo_reduce"
 
     def __post_init__(self) -> None:
         windows = _checked(self, self.windows)
+        _check_boundary(self, self.boundary)
         object.__setattr__(self, "windows", windows)
         sizes = self.sizes if isinstance(self.sizes, tuple | list) else ()
         stored = tuple(None if dim is None else as_ints(dim) for dim in sizes)

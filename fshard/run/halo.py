@@ -12,8 +12,8 @@ from fshard.layout.spec import Spec
 from fshard.program.boxes import Box, box_shape, intersect, relative, volume
 from fshard.program.halo_boxes import HaloPiece, halo_axes, owners_of, shard_pieces, window_pieces
 from fshard.program.halo_steps import HaloExchange, HaloReduce
-from fshard.run.collective import UNCHANGED, Wire
-from fshard.run.packing import Source, Unpack, assembler, packer, unpacker, view_box
+from fshard.run.collective import Wire
+from fshard.run.packing import Combine, Source, Unpack, assembler, packer, unpacker, view_box
 from fshard.run.transports.base import Group
 from fshard.run.transports.reduce_dtypes import TensorFunction
 
@@ -59,12 +59,12 @@ def _counts(boxes: Sequence[tuple[int, Box]], n: int) -> tuple[int, ...]:
 def _windows(
     shape: tuple[int, ...], pieces: Sequence[HaloPiece], group: Group, rank: int
 ) -> Unpack:
-    """Return a function that puts a window together, of received and of own pieces."""
+    """Return a function that puts a window together, of received and own pieces, and zeros."""
     index = {member: i for i, member in enumerate(group)}
     sources = [
         Source(index[p.owner], p.window, own=p.owned if p.owner == rank else None) for p in pieces
     ]
-    return unpacker(shape, sorted(sources, key=lambda source: source.peer), UNCHANGED)
+    return unpacker(shape, sorted(sources, key=lambda source: source.peer), Combine(fill="sum"))
 
 
 def _added(shape: tuple[int, ...], pieces: Sequence[HaloPiece], group: Group, rank: int) -> Unpack:

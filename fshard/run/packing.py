@@ -214,6 +214,24 @@ def _view_pieces(flat: torch.Tensor, boxes: Sequence[Box]) -> Sequence[torch.Ten
     return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
+def _concatenation(
+    shape: Sequence[int], rows: Sequence[tuple[int, int]], dim: int
+) -> Callable[[Sequence[torch.Tensor], torch.Tensor], torch.Tensor]:
+    """Return the concatenation of tensors at rows of a dim, in order, with zeros between them."""
+    ends = [0, *(stop for _, stop in rows)]
+    gaps = [start - end for start, end in zip([*(start for start, _ in rows), shape[dim]], ends,
+                                              strict=True)]  # fmt: skip
+    zeros = {i: (*shape[:dim], gap, *shape[dim + 1 :]) for i, gap in enumerate(gaps) if gap}
+
+    def concatenate(parts: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+        pieces = list(parts)
+        for i in reversed(zeros):
+            pieces.insert(i, like.new_zeros(zeros[i]))
+        return torch.cat(pieces, dim)
+
+    return concatenate
+
+
 def assembler(
     shape: Sequence[int], boxes: Sequence[Box], fill: str
 ) -> Callable[[Sequence[torch.Tensor], torch.Tensor], torch.Tensor]:
@@ -224,9 +242,9 @@ def assembler(
     filled = sum(volume(box) for box in boxes) == math.prod(shape)
     if filled and len(boxes) == 1:
         return lambda parts, _: parts[0]
-    split_dims = [dim for dim in range(len(shape)) if len({box[dim] for box in boxes}) > 1]
-    if filled and len(split_dims) == 1:
-        return lambda parts, _: torch.cat(list(parts), split_dims[0])
+    partial = [dim for dim, size in enumerate(shape) if {(0, size)} != {box[dim] for box in boxes}]
+    if boxes and len(partial) == 1 and (filled or fill in ("sum", "avg")):
+        return _concatenation(shape, [box[partial[0]] for box in boxes], partial[0])
 
     def assemble(parts: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
         result = like.new_empty(shape) if filled else neutral_like(like, fill, tuple(shape))

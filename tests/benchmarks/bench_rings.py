@@ -26,9 +26,10 @@ from torch import Tensor
 import fshard as fs
 from fshard import Mesh, P
 from tests.helpers.gloo.harness import close_all, run_ranks
+from tests.helpers.rounds import rotations
 from tests.helpers.tensor_memory import LiveBytes
 
-RANKS, LENGTH, HEADS, WIDTH, ROUNDS = 4, 4096, 2, 32, 9
+RANKS, LENGTH, HEADS, WIDTH, ROUNDS = 4, 4096, 2, 32, 40
 GOAL = 1.1
 aten = torch.ops.aten
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -141,8 +142,9 @@ def times_on_rank(length: int, rounds: int) -> dict[str, list[list[float]]]:
     runs = contenders(mesh, length)
     results: dict[str, list[Any]] = {}
     times: dict[str, list[list[float]]] = {name: [] for name in runs}
-    for _ in range(rounds):
-        for name, attend in runs.items():
+    for order in rotations([*runs], rounds):
+        for name in order:
+            attend = runs[name]
             dist.barrier()
             start = time.perf_counter(), time.process_time()
             y = attend(*xs)

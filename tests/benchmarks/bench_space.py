@@ -2,10 +2,10 @@
 
 `python -m tests.benchmarks.bench_space` prints seconds of a forward and backward pass of a stack of
 convolutions with kernels of 3, whose rows are sharded over 4 ranks, each contender once in every
-round, and the median of the ratios to the exchange by hand; and ratios of the CPU seconds of all
-ranks, which other load of the machine changes less. `--grid` shards rows and columns over
-2x2 ranks. Beside the time it prints the bytes that the busiest rank sends forward, and the bound:
-the elements of its windows that a rank lacks.
+round, in changing order, and the median of the ratios to the exchange by hand; and ratios of the
+CPU seconds of all ranks, which other load of the machine changes less. `--grid` shards rows and
+columns over 2x2 ranks. Beside the time it prints the bytes that the busiest rank sends forward, and
+the bound: the elements of its windows that a rank lacks.
 
 `--memory` prints for a ResNet-50 and a UNet the peak bytes of tensors that a rank creates, forward
 and backward, on 1, 2 and 4 ranks: activations, and the gradients of the parameters, which do not
@@ -32,10 +32,11 @@ import fshard as fs
 from fshard import Mesh, P
 from tests.helpers.gloo.harness import close_all, run_ranks
 from tests.helpers.ops.blocks import UNet
+from tests.helpers.rounds import rotations
 from tests.helpers.tensor_memory import LiveBytes
 from tests.partition.models.zoo import import_torchvision
 
-RANKS, LAYERS, CHANNELS, SIZE, ROUNDS = 4, 6, 16, 256, 9
+RANKS, LAYERS, CHANNELS, SIZE, ROUNDS = 4, 6, 16, 256, 40
 Stack = Callable[[Tensor, list[Tensor]], Tensor]
 
 
@@ -167,8 +168,9 @@ def times_on_rank(axes: dict[str, int], size: int, rounds: int) -> Any:
     runs = contenders(mesh, spec)
     times: dict[str, list[list[float]]] = {name: [] for name in runs}
     results: dict[str, list[Tensor]] = {}
-    for _ in range(rounds):
-        for name, run in runs.items():
+    for order in rotations([*runs], rounds):
+        for name in order:
+            run = runs[name]
             dist.barrier()
             start = now()
             y = run(x, weights)

@@ -294,7 +294,8 @@ def _halo(
     axes = tuple(axis for dim in owners.partition.dims for axis in dim)
     outputs = {}
     for group in owners.mesh.groups(axes):
-        full = next(iter(shards_by_rank.values())).new_zeros(owners.shape)
+        shape = [size + (step.boundary == "zeros") for size in owners.shape]  # one more element
+        full = next(iter(shards_by_rank.values())).new_zeros(shape)
         positions = {}
         for rank in group:
             rows = []
@@ -303,7 +304,10 @@ def _halo(
                 start, stop = part.start, part.stop
                 if windows is not None:
                     start, stop = windows[owners.mesh.index(rank, owners.partition.dims[dim])]
-                rows.append(torch.arange(start, stop) % max(owners.shape[dim], 1))
+                row, size = torch.arange(start, stop), owners.shape[dim]
+                inside = (row >= 0) & (row < size)
+                wrapped = row % max(size, 1)
+                rows.append(wrapped if step.boundary == "circular" else row.where(inside, size))
             positions[rank] = torch.meshgrid(*rows, indexing="ij") if rows else ()
         if isinstance(step, HaloExchange):
             for rank in group:

@@ -71,11 +71,12 @@ ALL_SIZES = [(4, 4), (3, 5), (1, 0, 4), (2, 2, 2), (0, 3, 0, 2)]
 
 
 @pytest.mark.parametrize("sizes", ALL_SIZES, ids=str)
-@pytest.mark.parametrize("periodic", [False, True])
-def test_all_small_halos(sizes: Sizes, periodic: bool) -> None:
+@pytest.mark.parametrize(("periodic", "boundary"), [
+    (False, "circular"), (True, "circular"), (True, "zeros")])  # fmt: skip
+def test_all_small_halos(sizes: Sizes, periodic: bool, boundary: str) -> None:
     for left, right in itertools.product(range(sum(sizes) + 3), repeat=2):
         windows = halos(sizes, left, right, periodic=periodic)
-        check(Program(spec_of(sizes), (HaloExchange((windows,)),)))
+        check(Program(spec_of(sizes), (HaloExchange((windows,), boundary),)))
 
 
 def layouts() -> Iterator[Spec]:

@@ -46,8 +46,9 @@ class Window:
     to `length`; an empty shard has none; the window of a shard has all positions that exist of
     those that its elements read, and no smaller interval has.
 
-    With the boundary "shifted", positions beyond an end are read `period` further inside: the
-    intervals at the ends keep their lengths, as those of neighborhood attention do.
+    With the boundary "padded", windows have zeros beyond the ends, which the exchange puts there.
+    With "shifted", positions beyond an end are read `period` further inside: the intervals at the
+    ends keep their lengths, as those of neighborhood attention do.
 
     Args:
         name: The factor.
@@ -84,6 +85,11 @@ class Window:
 
     def __len__(self) -> int:
         return self.length
+
+    @property
+    def step_boundary(self) -> str:
+        """The boundary of the halo steps of its windows."""
+        return "zeros" if self.boundary == "padded" else "circular"
 
     def sizes(self, shard_sizes: Sequence[int]) -> tuple[int, ...]:
         """Return the number of elements in each shard of `of`, given the shards' sizes."""
@@ -129,7 +135,7 @@ class Window:
         end = (self.step * (stop - 1) + self.high) // self.per + 1
         size = self.size
         beyond = max(0, min(end, 0) - first), max(0, end - max(first, size))
-        if self.boundary == "circular":
+        if self.boundary in ("circular", "padded"):
             return Reach(first, end)
         low, high = min(max(first, 0), size), min(max(end, 0), size)
         if self.boundary != "zeros" and size:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fshard._torch.functorch import set_forward_mode
+from fshard._torch.operators import OpOverload, builtin_of
 from fshard._util.cache import CACHE_SIZE
 from fshard._util.dtypes import is_inexact
 from fshard._util.errors import fail
@@ -133,6 +134,25 @@ def run_local(
     results = flat(out)
     check_results(strategy, rank, results)
     return results
+
+
+def static_call(
+    strategy: Strategy, rank: int, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> LocalCall | None:
+    """Return the one call of PyTorch that the operation is on a rank, whatever tensors hold.
+
+    Tensors are placeholders. None if the rule makes other calls, or attaches results to operands.
+    """
+    call, local = strategy.call, strategy.rule.local
+    if local is None:
+        return builtin_of(call.op), tuple(args), dict(kwargs)
+    context, has_empty = _context_of(strategy, rank)
+    found = None
+    if isinstance(local, LocalRewrite) and not has_empty:
+        found = local.call(call.op, args, kwargs, context)
+    if found is None or not isinstance(found[0], OpOverload):
+        return found
+    return builtin_of(found[0]), *found[1:]
 
 
 @lru_cache(maxsize=CACHE_SIZE)

@@ -272,15 +272,17 @@ class Layouts:
         With `reverse` return the halo reduction of a result, to `spec`.
         """
         windows: list[Windows | None] = [None] * spec.ndim
+        boundary = "circular"
         for dim, factors in enumerate(dims):
             window = self._rule.windows.get(factors[0]) if factors else None
             if window is not None and window.of in shardings:
                 sizes = spec.shard_sizes(dim)
                 rows, ends = window.windows(sizes), tuple(itertools.accumulate(sizes, initial=0))
                 windows[dim] = None if rows == tuple(itertools.pairwise(ends)) else rows
+                boundary = window.step_boundary
         if not any(windows):
             return None
-        step = HaloExchange(tuple(windows))
+        step = HaloExchange(tuple(windows), boundary)
         program = Program(spec, (step,))
         return Program(program.dst, (reversed_halo(step, spec),)) if reverse else program
 

@@ -20,6 +20,7 @@ from fshard.ops.core.windows import Window
 from fshard.ops.rules.letters import bias_modes, letters
 from fshard.ops.rules.shard_call import (
     ShardCall,
+    StaticRewrite,
     call_with,
     has_empty_shard,
     zero_results,
@@ -77,8 +78,9 @@ class _Spatial:
     def window(self, names: tuple[str, str], read: int, made: int, transposed: bool) -> Window:
         """Return the window of a dim of `read` elements, `made` of the result."""
         if not transposed:
-            low = -self.before
-            return Window(*names[::-1], made, read, self.stride, low, low + self.extent)
+            low, boundary = -self.before, "padded" if read else "zeros"
+            return Window(*names[::-1], made, read, self.stride, low, low + self.extent,
+                          boundary=boundary)  # fmt: skip
         low = self.before - self.extent + self.stride - 1
         return Window(*names[::-1], made, read, 1, low, self.before, per=self.stride)
 
@@ -139,7 +141,7 @@ def _transposed(call: OpCall) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _SetGroups:
+class _SetGroups(StaticRewrite):
     """Rewrite: set `groups` to the number of groups of this rank's channels."""
 
     x: int
@@ -163,34 +165,44 @@ Pairs = list[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class _LocalWindows:
-    """Rewrite: pad the window of this rank, or crop the result of a transposed convolution of it.
+class _LocalWindows(StaticRewrite):
+    """Rewrite: convolve the window of this rank, or crop the result of a transposed convolution.
 
-    The padding of a sharded dim becomes that of the window, which is that of the dim at its ends.
+    The window of a sharded dim has the padding of the dim at its ends.
     """
 
     windows: Windows
     numbers: tuple[_Spatial, ...]
     transposed: bool
 
-    def __call__(self, call: LocalCall, ctx: RankContext) -> LocalCall:
-        """Return the rewritten call."""
+    def _parts(self, ctx: RankContext) -> tuple[Span | None, ...]:
         made = ctx.results[0]
         assert made is not None
-        parts = spans(self.windows, made, ctx.rank)
+        return spans(self.windows, made, ctx.rank)
+
+    def is_static(self, call: LocalCall, ctx: RankContext) -> bool:
+        """Return True if the rewrite pads and crops nothing."""
+        parts = self._parts(ctx)
+        return not any(parts) or not (self.transposed or any(map(any, self.paddings(parts)[1])))
+
+    def paddings(self, parts: tuple[Span | None, ...]) -> tuple[list[int], Pairs]:
+        """Return the padding that a convolution of windows has, and that it lacks."""
+        pairs = [(0, 0) if part else (n.before, n.after)
+                 for part, n in zip(parts, self.numbers, strict=True)]  # fmt: skip
+        symmetric = [before if before == after else 0 for before, after in pairs]
+        return symmetric, [(0, 0) if pair[0] == pair[1] else pair for pair in pairs]
+
+    def __call__(self, call: LocalCall, ctx: RankContext) -> LocalCall:
+        """Return the rewritten call."""
+        parts = self._parts(ctx)
         if not any(parts):
             return call
         if self.transposed:
             return self._cropped(call, parts, ctx)
-        pairs = [
-            (n.before, n.after) if part is None else (part.reach.before, part.reach.after)
-            for part, n in zip(parts, self.numbers, strict=True)
-        ]
         op, args, kwargs = call
         if isinstance(argument(*call, "padding"), str):
             op = getattr(aten, f"conv{len(parts)}d").default
-        symmetric = [before if before == after else 0 for before, after in pairs]
-        rest = [(0, 0) if pair[0] == pair[1] else pair for pair in pairs]
+        symmetric, rest = self.paddings(parts)
         return with_argument(op, (padded(args[0], rest), *args[1:]), kwargs, "padding", symmetric)
 
     def frames(self, parts: tuple[Span | None, ...]) -> Pairs:
@@ -312,16 +324,8 @@ class _LocalConvBackward:
             call = self.windows.bare((op, tuple(args), dict(kwargs)), spanned)
             call = with_argument(*call, "grad_output", padded(grad, frame))
             return list(self.parts(*call, ctx))
-        x = argument(op, args, kwargs, "input")
-        pairs = [part.reach[2:] if part else (0, 0) for part in spanned]
-        sides = zip(spanned, self.windows.numbers, strict=True)
-        padding = [0 if part else numbers.before for part, numbers in sides]
-        call = with_argument(op, args, kwargs, "padding", padding)
-        call = with_argument(*call, "input", padded(x, pairs))
-        gradients = list(self.parts(*call, ctx))
-        if gradients[0] is not None:
-            gradients[0] = padded(gradients[0], [(-before, -after) for before, after in pairs])
-        return gradients
+        padding, _ = self.windows.paddings(spanned)
+        return list(self.parts(*with_argument(op, args, kwargs, "padding", padding), ctx))
 
     def _resized(
         self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext
