@@ -32,8 +32,8 @@ LISTS = (list, tuple)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Place of the tensor of a number in the arguments of a call."""
+class TensorPlace:
+    """TensorPlace of the tensor of a number in the arguments of a call."""
 
     number: int
 
@@ -97,7 +97,7 @@ class RepeatedPlan(NamedTuple):
     Attributes:
         strategy: the strategy.
         programs: the program of each tensor, None for one without steps.
-        args: the positional arguments, with a `Place` for each tensor.
+        args: the positional arguments, with a `TensorPlace` for each tensor.
         kwargs: the arguments by name.
         static: for each rank the one call of PyTorch that the operation is there, or None.
     """
@@ -120,8 +120,10 @@ class RepeatedPlan(NamedTuple):
             tensor if program is None else program(tensor)
             for tensor, program in zip(call.tensors, self.programs, strict=True)
         ]
-        args = [locals_[arg.number] if type(arg) is Place else arg for arg in placed]
-        kwargs = {k: locals_[arg.number] if type(arg) is Place else arg for k, arg in named.items()}
+        args = [locals_[arg.number] if type(arg) is TensorPlace else arg for arg in placed]
+        kwargs = {
+            k: locals_[arg.number] if type(arg) is TensorPlace else arg for k, arg in named.items()
+        }
         if op is None:
             return as_pairs(strategy, run_local(strategy, rank, args, kwargs))
         return as_pairs(strategy, flat(op(*args, **kwargs)))
@@ -136,7 +138,7 @@ def remember(
 ) -> None:
     """Record the strategy of a call, whose tensors are `Sharded` in `args` and `kwargs`."""
     programs = tuple(prog if prog.steps else None for prog in strategy.programs)
-    numbers = map(Place, range(len(call.tensors)))
+    numbers = map(TensorPlace, range(len(call.tensors)))
     placed, named = map_call(args, kwargs, Sharded, lambda _: next(numbers))
     PLANS[call.key] = RepeatedPlan(strategy, programs, tuple(placed), named, {})
 
