@@ -33,7 +33,7 @@ LISTS = (list, tuple)
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """TensorPlace of the tensor of a number in the arguments of a call."""
+    """Place of the tensor of a number in the arguments of a call."""
 
     number: int
 

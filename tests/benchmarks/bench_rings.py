@@ -26,7 +26,7 @@ from torch import Tensor
 import fshard as fs
 from fshard import Mesh, P
 from tests.helpers.gloo.harness import close_all, run_ranks
-from tests.helpers.rounds import rotations
+from tests.helpers.gloo.rounds import rotations
 from tests.helpers.tensor_memory import LiveBytes
 
 RANKS, LENGTH, HEADS, WIDTH, ROUNDS = 4, 4096, 2, 32, 40

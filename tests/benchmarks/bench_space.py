@@ -31,8 +31,8 @@ from torch import Tensor, nn
 import fshard as fs
 from fshard import Mesh, P
 from tests.helpers.gloo.harness import close_all, run_ranks
+from tests.helpers.gloo.rounds import rotations
 from tests.helpers.ops.blocks import UNet
-from tests.helpers.rounds import rotations
 from tests.helpers.tensor_memory import LiveBytes
 from tests.partition.models.zoo import import_torchvision
 
