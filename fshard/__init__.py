@@ -29,6 +29,8 @@ from sys import modules as _modules
 from fshard import domain, interop, random, state, testing
 from fshard._torch.dynamo import run_uncompiled as _run_uncompiled
 from fshard._util.errors import ShardingError
+from fshard._util.other_names import MESH_NAMES as _MESH_NAMES
+from fshard._util.other_names import refuse_attributes as _refuse_attributes
 from fshard._util.other_names import refuse_name as _refuse_name
 from fshard._util.public import publish as _publish
 from fshard.interop.dtensor import from_dtensor, to_dtensor
@@ -246,13 +248,12 @@ _publish(
 vars(partition).update(
     (name, item) for name, item in vars(_modules["fshard.partition"]).items() if _ismodule(item)
 )
-_publish(vars(domain), domain.__all__)
-_publish(vars(random), random.__all__)
-_publish(vars(state), state.__all__)
-_publish(vars(interop), interop.__all__)
-_publish(vars(testing), testing.__all__)
-
 # Type checkers see no __getattr__, by which every name would be one of the package.
 globals()["__getattr__"] = _partial(_refuse_name, known=__all__)
+for _package in (domain, random, state, interop, testing):
+    _publish(vars(_package), _package.__all__)
+    _missing = _partial(_refuse_name, known=_package.__all__, package=_package.__name__)
+    vars(_package)["__getattr__"] = _missing
+_refuse_attributes(Mesh, _MESH_NAMES)
 _run_uncompiled(shard)  # the wrapper that all public functions have in common
 _run_uncompiled(Spec.replace)  # that of methods with options

@@ -19,6 +19,18 @@ _WORDS = re.compile(r"(?<=\s)(?=\S)|(?<=\S)(?=\{)")
 _CLAUSES = re.compile(r" (?=(?:->|on) )")
 
 
+def type_name(value: object) -> str:
+    """Return the name of a value's type, after its package unless it is Python's, torch's or ours.
+
+    >>> import datetime
+    >>> type_name(3), type_name(datetime.date(2026, 1, 1))
+    ('int', 'datetime.date')
+    """
+    package = type(value).__module__.partition(".")[0]
+    prefix = "" if package in ("builtins", "torch", "fshard") else f"{package}."
+    return f"{prefix}{type(value).__name__}"
+
+
 def words(text: str) -> list[str]:
     """Split a text between words; names and shapes are words, their states are others.
 

@@ -21,6 +21,7 @@ from torch.serialization import add_safe_globals
 from fshard._torch.dynamo import register_pytree_node
 from fshard._torch.functorch import flattens_for_gradients
 from fshard._util.errors import ShardingError, fail
+from fshard._util.other_names import PAIR_NAMES, refuse_attribute
 from fshard._util.text import plural, ranks_text
 from fshard._util.tracebacks import boundary
 from fshard.layout.mesh import Mesh, rebuild_mesh
@@ -228,7 +229,7 @@ def _compare(name: str, pair: Sharded, other: object) -> Any:
 
 def _attribute(pair: Sharded, name: str) -> NoReturn:
     if name.startswith("_") or not hasattr(torch.Tensor, name):
-        raise AttributeError(f"a Sharded pair has no attribute {name!r}", name=name, obj=pair)
+        refuse_attribute(pair, "Sharded pair", name, PAIR_NAMES)
     if hasattr(Spec, name):
         _fail(f"pair.{name}", pair, f"pair.spec.{name}")
     if name in OF_VALUES:

@@ -10,6 +10,7 @@ import torch
 
 from fshard._util.dtypes import is_inexact_dtype
 from fshard._util.errors import Problem, did_you_mean, fail
+from fshard._util.text import type_name
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import LINEAR, Kinds, PartitionSpec, chunk_sizes
 
@@ -58,7 +59,7 @@ def type_problems(mesh: object, partition: object, shape: object, dtype: object)
     """Return the problems of arguments of a wrong type."""
     problems = []
     if not isinstance(mesh, Mesh) or not isinstance(partition, PartitionSpec):
-        problems.append(Problem(f"Spec({type(mesh).__name__}, {type(partition).__name__})",
+        problems.append(Problem(f"Spec({type_name(mesh)}, {type_name(partition)})",
                                 "the arguments must be a Mesh and a PartitionSpec",
                                 "fs.Spec(mesh, P('x', None), shape=(8, 16))"))  # fmt: skip
     if as_ints(shape) is None:

@@ -14,6 +14,7 @@ from fshard._torch.memory import unaliased
 from fshard._torch.symbolic_numbers import has_symbolic_sizes
 from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import fail
+from fshard._util.text import type_name
 from fshard.layout.mesh import Mesh, as_mesh
 from fshard.layout.partition_spec import LINEAR, PartitionSpec
 from fshard.layout.sharded import Pair, Sharded
@@ -141,13 +142,10 @@ def _check_layout(layout: object, partition: object, where: str) -> None:
     is_mesh = isinstance(layout, Mesh) or hasattr(layout, "mesh_dim_names")
     if is_mesh and (isinstance(partition, PartitionSpec) or is_placements(partition)):
         return
-    types = [type(value).__name__ for value in (layout, partition) if value is not None]
-    fail(
-        where,
-        f"a layout of {' and '.join(types) or 'None'}",
-        "the layout must be a fs.Spec, or a fs.Mesh and a P",
-        "fs.Spec(mesh, P(...), shape=x.shape, dtype=x.dtype), or mesh, P(...)",
-    )
+    types = [type_name(value) for value in (layout, partition) if value is not None]
+    fail(where, f"a layout of {' and '.join(types) or 'None'}",
+         "the layout must be a fs.Spec, or a fs.Mesh and a P",
+         "fs.Spec(mesh, P(...), shape=x.shape, dtype=x.dtype), or mesh, P(...)")  # fmt: skip
 
 
 def _layout_of(x: Any, layout: Any, partition: Any, where: str) -> Spec:
@@ -333,7 +331,7 @@ def reshard(
     local, spec = pair.local, pair.spec
     to = partition_of(spec.mesh, to, spec.ndim)
     if not isinstance(to, Spec | PartitionSpec):
-        fail("fs.reshard", f"{to!r}", "the target must be a Spec or a P",
+        fail("fs.reshard", f"{to!r} of type {type_name(to)}", "the target must be a Spec or a P",
              "fs.P('x'), say")  # fmt: skip
     target = to if isinstance(to, Spec) else spec.replace(partition=to, uneven="chunk")
     prog = redistribute(spec, target, **options)

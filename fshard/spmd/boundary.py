@@ -13,6 +13,7 @@ import torch
 from fshard._torch.symbolic_numbers import has_symbolic_sizes
 from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import Problem, ShardingError, did_you_mean, fail, raise_if
+from fshard._util.text import type_name
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.sharded import Sharded
@@ -81,7 +82,8 @@ def _spec_problems(leaf: Any, scope: Scope) -> list[Problem]:
     elif isinstance(leaf, PartitionSpec):
         p = leaf
     else:
-        return [Problem(f"the spec {leaf!r}", "a leaf of specs must be a P, a Spec or None",
+        return [Problem(f"the spec {leaf!r} of type {type_name(leaf)}",
+                        "a leaf of specs must be a P, a Spec or None",
                         "P('x'), or P() for a value that is equal on every rank")]  # fmt: skip
     return [_axis_problem(axis, p, scope) for axis in p.axes if axis not in scope.axes]
 

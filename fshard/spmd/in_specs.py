@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fshard._util.errors import fail
+from fshard._util.text import type_name
 from fshard._util.tracebacks import runs_users_operation
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
@@ -146,7 +147,7 @@ def _entry(
                  f"in_specs={{..., {name!r}: P()}}")  # fmt: skip
         return in_specs[name], f"in_specs[{name!r}]"
     if not isinstance(in_specs, tuple):
-        fail(where, f"in_specs of type {type(in_specs).__name__}",
+        fail(where, f"in_specs of type {type_name(in_specs)}",
              "in_specs must be a P, a tuple by position, or a dict by name",
              "in_specs=(P('x'), P())")  # fmt: skip
     if position is None:
