@@ -63,8 +63,8 @@ def recording_differentiably() -> AbstractContextManager[Any]:
     """Record operations that are differentiable everywhere in the graph that `make_fx` records.
 
     Custom functions detach tensors below autograd, where the derivatives of a function that
-    `torch.func.linearize` returns would end; `vmap` does not map lazy copies. What a user detaches
-    has no tangent, and so is not in that graph.
+    `torch.func.linearize` returns would end; `vmap` does not map lazy copies. A tensor that a
+    user detaches has no tangent, and so is not in that graph.
     """
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 

@@ -122,8 +122,8 @@ def radius_search(
         `(indices, distances, counts)`. With `size`, indices and distances have shape (queries,
         size), in ascending order of distance, with index -1 and distance inf where a query has no
         more neighbours; `counts`, of shape (queries,), has the number of all. Without `size`,
-        indices and distances have shape (neighbours,): those of query 0 in ascending order of
-        index, then of query 1, and so on; a pair's shards are uneven.
+        indices and distances have shape (neighbours,): first for query 0 in ascending order of
+        index, then for query 1, and so on; a pair's shards are uneven.
 
     Raises:
         ShardingError: a negative radius or size, a sharded width, unreduced operands, shapes that

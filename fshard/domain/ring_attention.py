@@ -42,7 +42,7 @@ class RingAttention:
         mesh: the mesh of the axes.
         axes: the axes along which keys are sharded.
         queries: the intervals of the global sequence that this rank's queries are.
-        keys: those of the keys of every index along the axes.
+        keys: intervals of the keys of every index along the axes.
         causal: whether a query attends only to keys at its position and before.
         attention: the options of each block.
     """

@@ -34,8 +34,8 @@ def to_jax(value: Mesh | PartitionSpec | Spec, /, *, abstract: bool = False) -> 
 
     Returns:
         A `jax.sharding.Mesh` of JAX's devices whose ids are the ranks, a `PartitionSpec`, or a
-        `NamedSharding`. Axes are `Auto`, those of a sharding with unreduced or reduced axes
-        `Explicit`, as JAX demands.
+        `NamedSharding`. Axes are `Auto`, but `Explicit` in a sharding with unreduced or
+        reduced axes, as JAX demands.
 
     Raises:
         ShardingError: JAX does not have the devices, or no such layout: uneven shards, reductions

@@ -128,7 +128,7 @@ def append_cache_key(
 ) -> None:
     """Append the leaves of a tree to `leaves`, and to `key` a cache key of all but the values.
 
-    Pairs are appended as `Sharded`. With a list `tensors` the tensors, those of pairs included, are
+    Pairs are appended as `Sharded`. With a list `tensors` the tensors, also of pairs, are
     appended to it, and the key has nothing of them.
 
     Trees with equal keys have one structure and equal specs; their tensors agree in shape, dtype,

@@ -129,7 +129,7 @@ def _rebuild(in_specs: list[Any], partition: Partition, *others: Any) -> Auto:
 
 
 def _with_equal_layers(layouts: Iterable[tuple[str, Any]]) -> list[tuple[str, str]]:
-    """Return names and layouts as text; those of layers that have one layout are one row."""
+    """Return names and layouts as text; equal layers of one layout are one row."""
     groups: dict[tuple[str, Any], list[str]] = {}
     for name, p in layouts:
         argument, bracket, path = name.partition("]")

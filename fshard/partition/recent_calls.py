@@ -17,7 +17,7 @@ from fshard.partition.number_variants import Plan
 MAX_RECENT = 4
 LEAVES = {*TENSORS, Sharded}
 Key = list[Any]
-"""What a plan depends on beside its tensors: the grad mode, the state, containers and specs."""
+"""Dependences of a plan beside its tensors: the grad mode, the state, containers and specs."""
 
 
 class _RecentCall(NamedTuple):

@@ -63,7 +63,7 @@ def uniform(
             one, or it is not that of the spec.
 
     The values are those of `jax.random.uniform` (Threefry-2x32, Salmon et al., SC 2011), bit for
-    bit; those of float16 with limits as on CPUs without float16 arithmetic (AVX512-FP16), where XLA
+    bit; float16 values with limits as on CPUs without float16 arithmetic (AVX512-FP16), where XLA
     rounds the product and the sum.
 
     >>> import fshard as fs

@@ -330,7 +330,7 @@ def _line(line: Line, inputs: Sequence[int], kept: _KeptMemory) -> Iterator[Row]
 
 
 def _folded(blocks: Sequence[Sequence[Row]]) -> Iterator[Row]:
-    """Yield the rows of lines; those of equal layers are one block, indented."""
+    """Yield the rows of lines; equal layers are one block, indented."""
     blocks = [rows for rows in blocks if rows]
     keys = [tuple((without_number(row[0]), *row[1:]) for row in rows) for rows in blocks]
     for start, size, count in repetitions(keys):

@@ -89,7 +89,7 @@ def shard_map(
     through softmax, `logsumexp` and norms, whose tangents PyTorch computes in place. PyTorch calls
     the `jvp` of a custom function without tangents: a `jvp` or `jacfwd` around another loses those
     of what it uses, here as on one device; `jvp(grad(f))` does not. In a simulation hooks in the
-    body see the gradient of their rank, and in a second derivative its terms one by one: those of
+    body see the gradient of their rank, and in a second derivative its terms one by one. Hooks of
     modules (`register_full_backward_hook`) are refused there, and hooks in a `vmap` of gradients.
     PyTorch calls a hook at the innermost level of `torch.func` alone: gradients of other levels are
     refused in a body with hooks. Refused too is a `torch.library` operation in forward mode, to

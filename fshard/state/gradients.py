@@ -92,8 +92,8 @@ def accumulate(total: Any, grads: Any, /, *, weight: float = 1.0) -> Any:
     """Add a tree of gradients to a total, without communication.
 
     Gradients that are unreduced stay so: with parameters that are `reduced` along the axes of the
-    batch, several micro-batches need one reduction, that of `fs.state.tree_reshard(total, ...)` or
-    of the optimizer.
+    batch, several micro-batches need one reduction, in `fs.state.tree_reshard(total, ...)` or
+    in the optimizer.
 
     Args:
         total: the total so far, None at first.

@@ -284,8 +284,8 @@ def run_ranks(
 
     The processes are on this machine, with gloo as the backend; they stay warm for the next call
     and end with this process. Each call starts with `torch.manual_seed(0)`. Warnings are treated as
-    in this process, so a test runner's "error" holds on the ranks too. What a function leaves in
-    its module or in PyTorch's state is seen by the next call.
+    in this process, so a test runner's "error" holds on the ranks too. Changes of
+    its module or of PyTorch's state are seen by the next call.
 
     Args:
         function: function at the top level of a module that the ranks can import.

@@ -348,7 +348,7 @@ def _gradients_by_use(
         saved: the tensors that it saved.
         args: the arguments of its forward.
         outputs: the results of its forward.
-        cotangents: those of the differentiable outputs, by their index.
+        cotangents: cotangents of the differentiable outputs, by their index.
         materialized: False for a backward that gets None for outputs that are not used.
         where: name of the traced function in errors.
 

@@ -274,7 +274,7 @@ def refuse_hidden_gradients(
         requires_grad: for every argument, if its gradient is requested.
         depth: returns 0 in threads that do not trace.
         outer_level: returns the level of the transforms of `torch.func` around the trace, None for
-            a trace outside of them; those that the function uses have other levels.
+            a trace outside of them; levels within the function are others.
         where: name of the function in errors.
     """
     original = {owner: vars(owner).get(name) for owner, name in _PATCHED}

@@ -80,7 +80,7 @@ class Assignment:
 
     `moved` are bytes of operands that do not stay sharded as they should. `count` is the number of
     value ids so far. `checkpoints` has for every open checkpointed call
-    the layouts that tensors were redistributed to in it: what uses them after it would keep them.
+    the layouts that tensors were redistributed to in it: a later use would keep these alive.
     `created` are the values that depend on no argument. `launched` are the collectives of arguments
     as of `Arguments`: they are launched together, whatever uses their results.
     """

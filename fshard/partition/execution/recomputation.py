@@ -8,7 +8,7 @@ saves for itself alone, as a mask, is found by running the operation again with 
 
 When a launch runs again, the one before it is started too, since the backward pass needs it next.
 All ranks have the same plan and graph, so their launches have one order. Hooks that were active
-around the call get the tensors that are kept: those of a checkpoint around it, say.
+around the call get the tensors that are kept; so do the hooks of a checkpoint around it.
 """
 
 from __future__ import annotations

@@ -165,9 +165,9 @@ def remat_candidates(
 ) -> RematPlan:
     """Return the units that a policy recomputes, whether or not the backward pass needs them.
 
-    What is recomputed from an argument that the function writes, is kept. So is what collectives
-    return, where some rank has an empty shard: its operations may not read what the other ranks
-    gather again, which would wait for it.
+    A value that would be recomputed from an argument that the function writes is kept. So are
+    results of collectives, where some rank has an empty shard: its operations may not read what the
+    other ranks gather again, which would wait for it.
 
     Args:
         lines: the lines in the order of execution.

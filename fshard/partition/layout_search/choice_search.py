@@ -187,7 +187,7 @@ class ChoiceSearch:
         """Return the labelling of the traced graph, None if an operation has too many labels.
 
         With `axes` only these are labelled, with `merged` the merged axes; of these there is no
-        labelling if a fixed layout tells the axes of a group apart.
+        labelling if the axes of a group differ in a fixed layout.
         """
         results: list[Any] = [None] * call._tree.num_leaves
         if self.out_specs is not None:
@@ -260,7 +260,7 @@ class ChoiceSearch:
 
     @property
     def is_symmetric(self) -> bool:
-        """True if no given layout tells axes of equal sizes and links apart."""
+        """True if axes of equal sizes and links are alike in all given layouts."""
         given = (*flatten(self.out_specs)[0], *(leaf.fixed for leaf in self.leaves))
         return not any((p.partition if isinstance(p, Spec) else p).axes for p in given if p)
 

@@ -123,7 +123,7 @@ def _is_even(
 def roles_by_parts(rule: Rule) -> Iterator[Role]:
     """Yield roles that shard factors which the rule keeps unsharded, as a decomposition may.
 
-    What the factor is not a part of may have any state; a result without it is what is required.
+    An operand without the factor may have any state; a result without it has the required one.
     """
     for factor in rule.factors:
         if rule.kind(factor) not in ("unsharded", "permuted") and factor not in rule.no_grad:

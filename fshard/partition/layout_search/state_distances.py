@@ -182,8 +182,8 @@ def _exchanges(
 ) -> torch.Tensor:  # fmt: skip
     """Return the least seconds of one step between any two values that is not a reduction.
 
-    What becomes unreduced may be divided among the ranks that hold partial sums of it. Where axes
-    are left out, a step along them too may be a permutation or no copy.
+    A value that becomes unreduced may be divided among the ranks that hold partial sums of it.
+    Where axes are left out, a step along them too may be a permutation or no copy.
     """
     sizes = torch.tensor(axes.sizes, dtype=torch.float64)
     local = _local_bytes(axes, codes, nbytes)

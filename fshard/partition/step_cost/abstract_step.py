@@ -1,8 +1,8 @@
 """Run of one rank's step on tensors without values, which records what runs and what is held.
 
 The lines run as they run on the rank, one by one, and the backward pass is autograd's. So the
-record has PyTorch's own derivatives, what checkpoints and `remat` compute again, and the order in
-which collectives are launched and awaited.
+record has PyTorch's own derivatives, the operations that checkpoints and `remat` run again, and the
+order in which collectives are launched and awaited.
 """
 
 from __future__ import annotations

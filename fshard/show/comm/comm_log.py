@@ -248,7 +248,7 @@ def comm_log(*, raw: bool = False) -> Iterator[CommLog]:
     the call "the boundary of ..." in `log.by("call")`.
 
     Args:
-        raw: If True, count collectives of this process that fshard did not launch, too: those of
+        raw: If True, count collectives of this process that fshard did not launch, too: calls of
             `torch.distributed`, functional collectives and DTensor. Their axes are the ranks of
             their group. Every operation in the block then passes a dispatch mode.
 

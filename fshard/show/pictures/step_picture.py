@@ -93,7 +93,7 @@ class StepPicture(Picture):
 
 
 def _bar(event: StepEvent) -> Bar:
-    """Return the bar of an operation or a collective; that of a small one is all latency."""
+    """Return the bar of an operation or a collective; the bar of a small one is all latency."""
     lane = "compute" if event.kind == COMPUTE else event.name
     kind = event.phase if event.kind == COMPUTE else "bytes"
     if event.kind != COMPUTE and event.startup > event.time / 2:

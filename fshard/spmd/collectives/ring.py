@@ -47,8 +47,8 @@ class Ring:
     ) -> Callable[[], Leaves]:
         """Send `leaves` of a block `by` places on, without gradient; return the wait for them.
 
-        The block on an index began `age` places before it. What arrives, and is sent on, is not
-        copied.
+        The block on an index began `age` places before it. A block that arrives and is sent on is
+        not copied.
         """
         groups = _by_dtype(xs)
         flats = xs.flats if isinstance(xs, Leaves) else None

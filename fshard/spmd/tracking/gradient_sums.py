@@ -33,7 +33,7 @@ def inner_gradient_sums(
 def outer_gradient_sums(tracker: Tracker, results: Iterable[torch.Tensor]) -> str:
     """Return the collectives of gradients of the body's results with respect to tensors outside.
 
-    Those that the body used before its first read count by their position, which is the same on
+    Tensors that the body used before its first read count by their position, which is the same on
     every rank; others by their shape and a sample of their values.
     """
     names: dict[Edge, str] = {}

@@ -143,7 +143,7 @@ def _file(save_id: str, rank: int) -> str:
 
 
 def _key(name: str, offsets: Sequence[int]) -> str:
-    """Return the name of a box in its file; that of an unsharded tensor is the tensor's."""
+    """Return the name of a box in its file; an unsharded tensor keeps its own name."""
     return f"{name}@{','.join(map(str, offsets))}" if any(offsets) else name
 
 

@@ -214,7 +214,7 @@ def distribute_module(
         in_specs: layouts of the module's arguments, as for `fs.partition`.
         out_specs: layouts of the module's results; None leaves them as they come out.
         hold: axes along which parameters stay sharded where they are used, as in tensor
-            parallelism; those of `styles` always do.
+            parallelism; parameters of `styles` always do.
         topology: the topology that layouts are costed on; None is one node.
         uneven: "chunk" to chunk dims that are not divisible, as `torch.chunk` does.
         key: key of `fs.random` from which the tensors of a meta module are created, each rank its

@@ -59,8 +59,8 @@ def model_rules(model: torch.nn.Module, axes: Axes, /) -> list[tuple[str, Partit
         axes: mesh axis, or axes major to minor.
 
     Returns:
-        Rules as `fs.state.match_rules` takes them: those that match some parameter of the model;
-        the last one replicates all others.
+        Rules for `fs.state.match_rules`, each matching some parameter of the model; the last one
+        replicates all others.
 
     Raises:
         ShardingError: the model has another type.

@@ -40,8 +40,8 @@ class Style:
     Attributes:
         name: the function that made it.
         axes: the mesh axes, major to minor.
-        weight: what the axes shard of the module's own parameters: `"outputs"`, `"inputs"`,
-            nothing (`"replicated"`), or `""` where the style has no request for them.
+        weight: the part of the module's own parameters that the axes shard: `"outputs"`,
+            `"inputs"`, nothing (`"replicated"`), or `""` where the style has no request for them.
         inputs: the dim that the axes shard, None for none, of arguments by position or name.
         outputs: likewise of results' tensors, by position or by path.
 
@@ -339,7 +339,7 @@ def _partitions(
 ) -> Iterator[tuple[torch.Tensor, PartitionSpec]]:
     """Yield the parameters of a layer, and the partition of each.
 
-    A weight of `torch.nn.utils.parametrize` is computed from parameters: those that have its size
+    A weight of `torch.nn.utils.parametrize` is computed from parameters. Those of its size
     in the dim that is sharded are sharded as it is, such as the originals and one factor of LoRA.
     """
     for x in module.parameters(recurse=False):

@@ -151,7 +151,7 @@ def zero_table(params: Any, axes: Axes, optimizer: Optimizer, /) -> ZeroTable:
     """Return the layouts of the stages of ZeRO, with the bytes of each on the busiest rank.
 
     Args:
-        params: pytree of pairs or specs, those of data parallelism: invariant along the axes.
+        params: pytree of pairs or specs, invariant along the axes, as in data parallelism.
         axes: axis, or axes major to minor, that ZeRO shards over.
         optimizer: the optimizer; its own `specs` do not count.
 

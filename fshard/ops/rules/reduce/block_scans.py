@@ -42,9 +42,9 @@ class Scan(NamedTuple):
         alone: function of blocks, their dim and the index at which each begins to their own scans.
         ends: function of blocks, their own scans and the dim to what the blocks after them need.
         carried: function of the ends of all blocks, and the dim of blocks, to their scan.
-        join: function of blocks, their own scans, what comes before them, and the dim to the
-            scans; what comes before has size 1 in the dim.
-        first: what comes before the first block.
+        join: function of blocks, their own scans, their prefixes, and the dim to the scans; a
+            prefix is the scan of all elements before, of size 1 in the dim.
+        first: the prefix of the first block.
     """
 
     alone: Callable[[Tensor, int, Tensor], Tensors]
@@ -54,7 +54,7 @@ class Scan(NamedTuple):
     first: tuple[float | int | bool, ...]
 
     def previous(self, ends: Tensors, block_dim: int) -> Tensors:
-        """Return what comes before each block, with a dim of size 1 after that of blocks."""
+        """Return the prefix of each block, with a dim of size 1 after that of blocks."""
         rows = zip(self.carried(ends, block_dim), self.first, strict=True)
         return tuple(_shifted(x, block_dim, first) for x, first in rows)
 
@@ -149,7 +149,7 @@ def _products(dtype: torch.dtype | None = None) -> Scan:
 
 
 def _log_sums_joined(x: Tensor, alone: Tensors, previous: Tensors, dim: int) -> Tensors:
-    """Return the scans of blocks whose first elements include what comes before.
+    """Return the scans of blocks whose first elements include the prefixes.
 
     Where that is the logarithm of zero, its gradient would be NaN.
     """

@@ -331,7 +331,7 @@ def neighborhood_attention_rule(call: OpCall) -> Rule:
 
 @register_rule(torch.ops.fshard.neighborhood_attention_backward.default)
 def neighborhood_attention_backward_rule(call: OpCall) -> Rule:
-    """Rule of its gradients; those of keys and values are added up where windows overlap."""
+    """Rule of its gradients; where windows overlap, gradients of keys and values add up."""
     factors, windows, sides = _rule(call, call.operands[1])
     inputs = (_dims(factors.made, "d"), _dims(factors.read, "d"), _dims(factors.read, "e"))
     return Rule((_dims(factors.made, "e"), *inputs), inputs, unsharded=frozenset("de"),

@@ -188,7 +188,7 @@ register_rule(aten._pad_circular, *OTHERS.split())(pad_by_elements)
 
 @dataclass(frozen=True, slots=True)
 class _LocalElementsBackward(_LocalElements):
-    """Local gradient of padding by elements: those of the padding are added to the elements."""
+    """Local gradient of padding by elements; gradients of the padding are added to theirs."""
 
     def __call__(self, op: object, args: Args, kwargs: Kwargs, ctx: RankContext) -> object:
         """Run the operation on one rank."""
