@@ -4,8 +4,9 @@ The traced graph is labelled exactly: every operation with its roles, every argu
 (`layout_search/joint_labels`). The least weight is a lower bound of the time of a step, and its
 labels are planned as `fs.partition` plans, where a redistribution that several uses share runs
 once. Unless the plan is as fast as the bound, other choices are planned: all if they are few, else
-one argument at a time is changed while that helps. After Alpa (arXiv 2201.12023) and PyTorch's
-AutoParallel, whose integer programs are solved by branch and bound.
+one argument at a time is changed while that helps. On meshes of many axes groups of axes are
+labelled as one axis each. After Alpa (arXiv 2201.12023) and PyTorch's AutoParallel, whose integer
+programs are solved by branch and bound.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from fshard.partition.execution.recomputation import RematerializedLines
 from fshard.partition.execution.remat_plan import PlannedRemat, RematPlan
 from fshard.partition.execution.saved_bytes import AbstractCall, SavedBytes
 from fshard.partition.execution.schedule import schedule
-from fshard.partition.execution.segments import RankLines
+from fshard.partition.execution.segments import Compiled, RankLines
 from fshard.partition.ir import Line, Operation, Redistribution
 from fshard.partition.step_cost.abstract_step import record_step
 from fshard.partition.step_cost.memory_timeline import MemoryChoice, StepMemory
@@ -100,6 +100,7 @@ class PartitionedCall:
     _functions: dict[int, Callable[..., tuple[Any, ...]]] = field(default_factory=dict)
     _simulation: list[Simulation] = field(default_factory=list)
     _remat: dict[object, Any] = field(default_factory=dict)
+    _compiled: Compiled | None = None
 
     def __reduce__(self) -> NoReturn:
         fail("pickle", "a PartitionedCall",
@@ -140,7 +141,7 @@ class PartitionedCall:
         return AbstractCall(
             self.mesh, self.schedule, self._inputs,
             [out for out in self._outputs if type(out) is int], self.in_specs,
-            self.requires_grad, self.number_types, self.device, WHERE,
+            self.requires_grad, self.number_types, self.device, WHERE, self._compiled,
         )  # fmt: skip
 
     @property

@@ -35,7 +35,7 @@ def plan_steps(
     None if there are none within the restrictions, or none that cost less than `limit`.
     """
     best = search(src, dst, topology, max_memory, exclude, limit)
-    fine = _refinement(src.mesh, topology, Exchange in exclude)
+    fine = node_refinement(src.mesh, topology, Exchange in exclude)
     if fine is None or Remesh in exclude or (best and Program(src, best[0]).is_local):
         return best[0] if best else None
     # A program on the finer mesh has two more steps, so it must save at least 1 %.
@@ -51,7 +51,7 @@ def plan_steps(
 
 
 @lru_cache(maxsize=1024)
-def _refinement(mesh: Mesh, topology: Topology | None, primes: bool) -> Refinement | None:
+def node_refinement(mesh: Mesh, topology: Topology | None, primes: bool) -> Refinement | None:
     """Return a finer grid on which better programs may exist, or None."""
     if primes:
         fine = prime_refinement(mesh)

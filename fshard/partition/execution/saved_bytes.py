@@ -26,7 +26,7 @@ from fshard.layout.spec import Spec
 from fshard.ops.trace.trace import without_fake_tensor_logs
 from fshard.partition.execution.recomputation import RematerializedLines
 from fshard.partition.execution.remat_plan import PlannedRemat, RematPlan, remat_candidates
-from fshard.partition.execution.segments import LineSegment, RankLines
+from fshard.partition.execution.segments import Compiled, LineSegment, RankLines
 from fshard.partition.ir import (
     CheckpointedLines,
     ClosureTensor,
@@ -89,6 +89,7 @@ class AbstractCall:
         numbers: the types of the other inputs, which are numbers.
         device: the device of the tensors.
         where: name of the function in errors.
+        compiled: functions of lines that other calls of these lines run, too; None for no cache.
     """
 
     mesh: Mesh
@@ -100,6 +101,7 @@ class AbstractCall:
     numbers: Sequence[type]
     device: torch.device
     where: str
+    compiled: Compiled | None = None
 
     def remat_plan(self, remat: PlannedRemat) -> RematPlan:
         """Return the units that the backward pass recomputes, on every rank."""
@@ -121,7 +123,7 @@ class AbstractCall:
         """Run the lines on fake tensors; return what is saved, and what is recomputed."""
         lines = [_abstract(line, rank) for line in self.lines]
         run = RematerializedLines(plan, lines, self.inputs, self.outputs, (),
-                                  RankLines(self.mesh, rank), each=True)  # fmt: skip
+                                  RankLines(self.mesh, rank, self.compiled), each=True)  # fmt: skip
         with (
             FakeTensorMode(allow_non_fake_inputs=True),
             torch.enable_grad(),

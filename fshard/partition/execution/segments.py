@@ -12,32 +12,43 @@ import torch
 from fshard.layout.mesh import Mesh
 from fshard.partition.execution import run_lines
 from fshard.partition.execution.remat_plan import RecomputedUnit, RematPlan
-from fshard.partition.ir import Line, Pick, operands_of
+from fshard.partition.ir import CheckpointedLines, Line, Pick, RegionCall, operands_of
 
 Values = Sequence[Any]
 Lines = Callable[..., Values]
 """Function of the operands of some lines that returns their outputs."""
+Compiled = dict[object, tuple[Sequence[Line], Lines]]
+"""Lines and their function, by the rank, the identities of the lines, operands and outputs."""
 
 
 class RankLines:
-    """Lines as functions of one rank's locals, or of tuples of all ranks' if `rank` is None."""
+    """Lines as functions of one rank's locals, or of tuples of all ranks' if `rank` is None.
 
-    def __init__(self, mesh: Mesh, rank: int | None) -> None:
+    `compiled` has what was compiled before, with the lines, and gets what is compiled here.
+    """
+
+    def __init__(self, mesh: Mesh, rank: int | None, compiled: Compiled | None = None) -> None:
         self.mesh, self.rank = mesh, rank
+        self.compiled: Compiled = {} if compiled is None else compiled
 
     def compile(self, lines: Sequence[Line], operands: Values, outputs: Sequence[int]) -> Lines:
         """Return lines as a function of the values `operands`."""
         if self.rank is not None:
-            graph = run_lines.rank_graph(lines, self.rank, operands, outputs)
-            return run_lines.compile_graph(graph)
+            key = self.rank, *map(id, lines), *operands, None, *outputs
+            if key in self.compiled:
+                return self.compiled[key][1]
+            run = run_lines.compile_graph(run_lines.rank_graph(lines, self.rank, operands, outputs))
+            if not any(isinstance(line, RegionCall | CheckpointedLines) for line in lines):
+                self.compiled[key] = lines, run
+            return run
         prepared = run_lines.prepare_lines(lines, self.mesh, outputs)
 
-        def run(*values: Any) -> Values:
+        def run_all(*values: Any) -> Values:
             env = dict(zip(operands, values, strict=True))
             run_lines.run_on_all_ranks(prepared, self.mesh, env)
             return tuple([env[value] for value in outputs])
 
-        return run
+        return run_all
 
     def tensors(self, value: Any) -> list[torch.Tensor]:
         """Return the tensors of a value: its local, or those of all ranks."""

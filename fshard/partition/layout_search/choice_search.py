@@ -158,12 +158,14 @@ class ChoiceSearch:
         replicated, smallest = self.replicated(), self.smallest()
         self.cost(replicated)
         labels = self.labels(self.costs[replicated].call)
-        if labels is None:
-            for count in range(1, MAX_LABELLED_AXES + 1):
-                self.label_merged_axes(count, deadline)
-            self.label_some_axes(deadline)
-        else:
+        axes = sum(self.mesh.shape[axis] > 1 for axis in self.mesh.axes)
+        if labels is not None:
             self.label_jointly(labels, deadline)
+        for count in range(1, min(axes - 1, MAX_LABELLED_AXES) + 1):
+            if not self.is_proven():
+                self.label_merged_axes(count, deadline)
+        if labels is None:
+            self.label_some_axes(deadline)
         if self.memory is not None and not self.is_proven():
             self.cost(smallest)
         for choice in (smallest, self.sharded_data()):
@@ -186,7 +188,7 @@ class ChoiceSearch:
     ) -> JointLabels | None:  # fmt: skip
         """Return the labelling of the traced graph, None if an operation has too many labels.
 
-        With `axes` only these are labelled, with `merged` the merged axes; of these there is no
+        With `axes` only these are labelled, with `merged` the merged axes, for which there is no
         labelling if the axes of a group differ in a fixed layout.
         """
         results: list[Any] = [None] * call._tree.num_leaves
@@ -286,12 +288,14 @@ class ChoiceSearch:
                     found[price].append((labels.solve(shared=False, price=price), merged))
         for price, labelled in found.items():
             labelled.sort(key=lambda item: item[0].weight)
-            for (layouts, roles, _), merged in labelled[: 1 if price else MAX_MERGED]:
+            for (layouts, roles, weight), merged in labelled[: 1 if price else MAX_MERGED]:
                 choice = tuple(
                     merged.separated(p) if leaf.is_free else leaf.fixed
                     for p, leaf in zip(layouts, self.leaves, strict=True)
                 )
-                if self.plans == 1 or time.monotonic() < deadline:
+                is_comparable = not (price or self.overlap)  # a sum of the times of a step
+                slower = is_comparable and weight >= self.rank(self.best())[1]
+                if self.plans == 1 or (time.monotonic() < deadline and not slower):
                     self.cost(choice, merged.separated_roles(roles))
 
     def plan_all(self, labels: JointLabels | None, deadline: float) -> None:

@@ -131,6 +131,10 @@ class JointLabels:
     ) -> None:  # fmt: skip
         self.mesh, self.topology, self.results = mesh, topology, results
         self.axes = AxisTuple.of(mesh, topology, axes)
+        self.fine, self.parts = self.axes, [*range(len(self.axes.names))]
+        """Axes with distances between states, and the labelled axes that they are parts of."""
+        if axes is None:
+            self.fine, self.parts = AxisTuple.refined(mesh, topology)
         self.layouts = [None if options is None else self.distinct(options) for options in layouts]
         self.leaves = leaves
         self.has_grad = grad
@@ -269,9 +273,9 @@ class JointLabels:
         value, (ndim, size) = use.value, (use.value.meta.ndim, nbytes(use.value.meta))
         key = id(value.states), id(use.states), ndim, size, value.grad
         if key not in self.tables:
-            time = distances(self.axes, self.topology, ndim, size)
+            time = distances(self.fine, self.topology, ndim, size)
             if value.grad:
-                time = time + gradient_distances(self.axes, self.topology, ndim, size)
+                time = time + gradient_distances(self.fine, self.topology, ndim, size)
             self.tables[key] = self.equal.unique(time[value.states][:, use.states])
         return self.tables[key]
 
@@ -301,7 +305,7 @@ class JointLabels:
             for axis, kind in p.unreduced_kinds
             if axis in self.axes.names
         )
-        return _Value(variable, joint_indices(codes, leaf.meta.ndim), leaf.meta,
+        return _Value(variable, joint_indices(codes[:, self.parts], leaf.meta.ndim), leaf.meta,
                       leaf.requires_grad, unreduced)  # fmt: skip
 
     def distinct(self, layouts: Sequence[Any]) -> list[Any]:
@@ -343,7 +347,7 @@ class JointLabels:
     def result(self, value: _Value, p: Any) -> None:
         """Require a layout of a result."""
         partition = p.partition if isinstance(p, Spec) else p
-        states = joint_indices(torch.tensor([self.codes(partition)]).reshape(1, -1),
+        states = joint_indices(torch.tensor([self.codes(partition)]).reshape(1, -1)[:, self.parts],
                                value.meta.ndim)  # fmt: skip
         variable = self.variable(torch.zeros(1, dtype=torch.float64))
         self.uses.append(_Use(value, variable, states))
@@ -427,7 +431,7 @@ class JointLabels:
                 roles, rule, sizes, self.axes.sizes, unreduced, all_axes=self.axes.left_out == 1
             )
             shards = torch.where(rows[:, 0] == 1, torch.tensor(self.axes.sizes), 1).prod(1)
-            states = [joint_indices(code, 0 if meta is None else meta.ndim)
+            states = [joint_indices(code[:, self.parts], 0 if meta is None else meta.ndim)
                       for code, meta in zip(rows.unbind(1)[1:], (*call.operands, *call.results),
                                             strict=True)]  # fmt: skip
             self.labelled[key] = _CallLabels(labels, shards.double(), states)

@@ -19,6 +19,7 @@ import torch
 from fshard._util.cache import CACHE_SIZE
 from fshard.layout.mesh import Mesh
 from fshard.ops.strategy.axis_roles import AxisState
+from fshard.plan.split_axes import node_refinement
 from fshard.program.cost.links import Link
 from fshard.program.cost.topology import Topology
 from fshard.program.cost.traffic import MAX_DIRECT, gather_rounds
@@ -26,6 +27,8 @@ from fshard.program.cost.traffic import MAX_DIRECT, gather_rounds
 INVARIANT_CODE, REDUCED_CODE, UNREDUCED_CODE, FIRST_DIM = 0, 1, 2, 3
 """Codes of the states on one axis; sharded on dim d is `FIRST_DIM + d`."""
 ANY_CODE = -1
+MAX_REFINED = 3
+"""Most axes between whose states there are distances, if axes are divided."""
 VALUE_CODES = 2
 """Codes before those of dims where reduced counts as invariant: invariant and unreduced."""
 
@@ -73,7 +76,7 @@ class AxisTuple:
         """Return the axes of a mesh, or those of `axes` alone.
 
         An axis that leaves a node with part of its length has the link inside of nodes: programs
-        may run along parts of it.
+        may run along parts of it. `refined` has these parts as axes.
         """
         every = tuple(axis for axis in mesh.axes if mesh.shape[axis] > 1)
         names = every if axes is None else tuple(axis for axis in every if axis in axes)
@@ -92,6 +95,21 @@ class AxisTuple:
                               topology.link(mesh, subset, exchange=True)))  # fmt: skip
         sizes = tuple(mesh.shape[axis] for axis in names)
         return AxisTuple(names, sizes, tuple(links), left_out)
+
+    @staticmethod
+    def refined(mesh: Mesh, topology: Topology) -> tuple[AxisTuple, list[int]]:
+        """Return the axes of a mesh, and the index of the mesh's axis that each is a part of.
+
+        Those that leave a node with part of their length are divided into a part between nodes and
+        one inside, with links of their own, unless there are more than `MAX_REFINED` then.
+        """
+        fine, axes = node_refinement(mesh, topology, False), AxisTuple.of(mesh, topology)
+        if fine is not None:
+            refined = AxisTuple.of(fine.mesh, topology)
+            owner = {part: axis for axis, names in fine.parts[0] for part in names}
+            if len(refined.names) <= MAX_REFINED:
+                return refined, [axes.names.index(owner[part]) for part in refined.names]
+        return axes, [*range(len(axes.names))]
 
 
 def _straddles(mesh: Mesh, topology: Topology, axis: str) -> bool:

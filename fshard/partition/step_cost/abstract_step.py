@@ -124,7 +124,7 @@ class _MarkedLines:
         self, call: AbstractCall, plan: RematPlan, recorder: StepRecorder, rank: int
     ) -> None:
         self.recorder, self.rank = recorder, rank
-        self.ranks = RankLines(call.mesh, rank)
+        self.ranks = RankLines(call.mesh, rank, call.compiled)
         self.gathered = moved_arguments(call.lines, call.inputs[: len(call.in_specs)])
         self.launches = {x.out: x for x in flattened(call.lines) if isinstance(x, LaunchBatch)}
         lines = [self.abstract(line) for line in call.lines]

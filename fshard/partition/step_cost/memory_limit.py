@@ -9,6 +9,7 @@ and the operations that run again are a lower bound of a plan's time, so that mo
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -86,7 +87,8 @@ def fitting_call(
     Arguments are those of `within_memory`.
     """
     calls = [plan(hold) for hold in holds]
-    calls = [call for i, call in enumerate(calls) if not i or call.programs != calls[0].programs]
+    calls = [replace(call, _compiled={}) for i, call in enumerate(calls)
+             if not i or call.programs != calls[0].programs]  # fmt: skip
     tried = list[Planned]()
     best: Planned | None = None
     policies = _policies(calls[0])
@@ -114,7 +116,7 @@ def fitting_call(
     choice, fastest = best
     rest = tuple(x for x, _ in tried if x is not choice)
     choice = replace(choice, others=rest)
-    return replace(fastest, memory_choice=choice), (choice, *rest)
+    return replace(fastest, memory_choice=choice, _compiled=None), (choice, *rest)
 
 
 class _Recomputing(NamedTuple):
@@ -134,17 +136,17 @@ def _recomputing(
     seconds: dict[tuple[str, int | None], float] = defaultdict(float)
     for event in roofline.of(phase=FORWARD):
         seconds[event.kind, event.value] += event.time
-    launches = {x.out: len(x.sources) for x in base.schedule if isinstance(x, LaunchBatch)}
+    launches = {x.out: x for x in base.schedule if isinstance(x, LaunchBatch)}
     for text, policy in policies:
         call = replace(base, remat=policy(base), _remat={})
         units = call.remat_plan.units
         again = {
-            getattr(unit.lines[0], "out", None)
+            getattr(unit.lines[0], "out", None):
+            1.0 if unit.launch is None else _share(unit.launch, launches[unit.launch.out])
             for unit in units
-            if unit.launch is None or len(unit.outputs) == launches[unit.launch.out]
-        }
+        }  # fmt: skip
         least = max(roofline.time, *(
-            total + sum(seconds[kind, value] for value in again)
+            total + sum(share * seconds[kind, value] for value, share in again.items())
             for kind, total in ((COMPUTE, roofline.compute),
                                 (COMMUNICATION, roofline.communication))
         ))  # fmt: skip
@@ -152,6 +154,18 @@ def _recomputing(
         if units:
             calls.setdefault(key, _Recomputing(text, call, base, least))
     return [*calls.values()]
+
+
+def _share(part: LaunchBatch, whole: LaunchBatch) -> float:
+    """Return the least share of a launch's bytes, of its steps, that a part of it sends.
+
+    Times are concave functions of the bytes, so that it takes at least this share of the time.
+    """
+    sent, total = ([sum(step) for step in itertools.zip_longest(
+                        *(program.step_bytes for program in launch.programs), fillvalue=0)]
+                   for launch in (part, whole))  # fmt: skip
+    shares = [a / b for a, b in itertools.zip_longest(sent, total, fillvalue=0) if b]
+    return min(shares, default=0.0)
 
 
 def peak_of(call: PartitionedCall) -> int:

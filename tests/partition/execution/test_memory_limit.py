@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+from collections import Counter
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -11,6 +13,9 @@ import torch
 
 import fshard as fs
 from fshard import P
+from fshard.partition.execution import run_lines
+from fshard.partition.ir import Operation
+from fshard.partition.step_cost.memory_limit import _policies, _recomputing
 from tests.helpers.gloo.memory_cases import Block
 
 LAYERS, WIDTH, ROWS = 4, 32, 512
@@ -59,6 +64,26 @@ def test_the_fastest_plan_that_fits_is_taken_and_its_peak_is_within_the_limit() 
         fitting = [x.time for x in call.memory_choice.others if x.peak <= limit]
         assert call.memory_choice.time == min([call.memory_choice.time, *fitting])
         assert f"memory={limit}, {call.memory_choice}" in str(call.explain(only="layouts"))
+
+
+def test_times_are_bounded_before_steps_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound counts what runs again, launches by their share; operations are compiled once."""
+    compiled = Counter[tuple[int, ...]]()
+    original = run_lines.rank_graph
+
+    def counted(lines: Any, *args: Any) -> Any:
+        compiled[tuple(map(id, lines))] += 1
+        return original(lines, *args)
+
+    monkeypatch.setattr(run_lines, "rank_graph", counted)
+    base = limited(None)[1]
+    plans = _recomputing(replace(base, _compiled={}), _policies(base)[1:])
+    rooflines = [plan.call.roofline() for plan in plans]
+    for plan, roofline in zip(plans, rooflines, strict=True):
+        assert base.roofline().time <= plan.least_time <= roofline.time * (1 + 1e-9)
+    operations = [(id(line),) for line in base.schedule if isinstance(line, Operation)]
+    assert len(plans) > 2
+    assert {compiled[line] for line in operations} == {1}
 
 
 def test_values_and_gradients_are_those_of_one_device_under_every_plan() -> None:

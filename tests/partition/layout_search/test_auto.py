@@ -90,9 +90,9 @@ def test_at_most_5_percent_slower_than_by_hand(name: str, tight: bool) -> None:
 
 @pytest.mark.parametrize(
     ("name", "gap"),
-    [("MLP", 0.01), ("mixture of experts", 0.08),
+    [("MLP", 0.01), ("mixture of experts", 0.06),
      *(pytest.param(*case, marks=pytest.mark.slow)
-       for case in (("GPT block", 0.09), ("Llama block", 0.04), ("UNet block", 0.04)))],
+       for case in (("GPT block", 0.01), ("Llama block", 0.01), ("UNet block", 0.01)))],
 )  # fmt: skip
 def test_labels_are_never_slower_than_published_layouts(
     name: str, gap: float, monkeypatch: pytest.MonkeyPatch
@@ -100,6 +100,7 @@ def test_labels_are_never_slower_than_published_layouts(
     """FSDP, Megatron-LM, GSPMD's 2-D layout and T5X's rules, without a search beyond the labels.
 
     A sum becomes a mean by a reduction alone: with free conversions the gap of the MLP is 55 %.
+    Axes that leave a node have two links: with the faster one alone that of the GPT block is 8 %.
     """
     monkeypatch.setattr(choice_search, "MAX_EXHAUSTIVE", 0)
     monkeypatch.setattr(choice_search, "MAX_STARTS", 0)
@@ -200,19 +201,23 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow)
         for name in ("three times", "softmax", "norm", "gram")]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["node", "cluster"])
+@pytest.mark.parametrize(
+    ("kind", "mesh"),
+    [("node", Mesh(x=2, y=2)), ("cluster", Mesh(x=2, y=2)), ("cluster", Mesh(x=4))],
+    ids=str,
+)
 @pytest.mark.parametrize("name", ["shared", "losses", *SLOW])
-def test_small_searches_find_the_best_and_bounds_hold(name: str, kind: str) -> None:
-    """Programs with shared operands, branches and joins, on two axes."""
+def test_small_searches_find_the_best_and_bounds_hold(name: str, kind: str, mesh: Mesh) -> None:
+    """Programs with shared operands, branches and joins; one axis leaves its node part way."""
     program = bench_auto.PROGRAMS[name]
-    result = bench_auto.compared(program, Mesh(x=2, y=2), bench_auto.TOPOLOGIES[kind])
+    result = bench_auto.compared(program, mesh, bench_auto.TOPOLOGIES[kind])
     assert result.answer.time == pytest.approx(result.least, rel=PROVEN)
     assert result.answer.bound <= result.least
 
 
 @pytest.mark.parametrize("kind", ["node", "cluster"])
 @pytest.mark.parametrize("name", ["shared", "norm", "crossed", "attention", *SLOW[:2], *SLOW[3:]])
-@pytest.mark.parametrize("mesh", bench_auto.MESHES, ids=str)
+@pytest.mark.parametrize("mesh", [*bench_auto.MESHES, Mesh(x=8)], ids=str)
 @pytest.mark.slow
 def test_no_plan_of_any_layouts_undercuts_its_bound(name: str, mesh: Mesh, kind: str) -> None:
     program, on = bench_auto.PROGRAMS[name], bench_auto.TOPOLOGIES[kind]

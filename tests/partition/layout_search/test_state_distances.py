@@ -17,6 +17,7 @@ from fshard.partition.layout_search.state_distances import (
     AxisTuple,
     distances,
     gradient_distances,
+    joint_indices,
 )
 
 CASES = [
@@ -27,6 +28,8 @@ CASES = [
     (Mesh(x=32), Topology.node(), (1024, 2048)),
     (Mesh(x=2, y=4), Topology.tpu_v5e((2, 4)), (1024, 2048)),
     (Mesh(x=2, y=8), Topology.dgx_h100(), (64, 128, 256)),
+    (Mesh(x=4, y=4), Topology.dgx_h100(), (1024, 2048)),
+    (Mesh(x=16), Topology.dgx_h100(), (1024, 2048)),
 ]
 
 
@@ -47,10 +50,12 @@ def joint_specs(mesh: Mesh, shape: tuple[int, ...]) -> list[Spec]:
 def test_no_program_is_faster_than_the_distance(
     mesh: Mesh, on: Topology, shape: tuple[int, ...]
 ) -> None:
-    specs, axes = joint_specs(mesh, shape), AxisTuple.of(mesh, on)
+    specs, (axes, parts) = joint_specs(mesh, shape), AxisTuple.refined(mesh, on)
     nbytes, draw = 4 * torch.Size(shape).numel(), random.Random(0)
-    forward, backward = (f(axes, on, len(shape), nbytes) for f in (distances, gradient_distances))
     codes = [*itertools.product(range(3 + len(shape)), repeat=len(mesh.axes))]
+    states = joint_indices(torch.tensor(codes)[:, parts], len(shape))
+    forward, backward = (f(axes, on, len(shape), nbytes)[states][:, states]
+                         for f in (distances, gradient_distances))  # fmt: skip
     alone = [distances(AxisTuple.of(mesh, on, (axis,)), on, len(shape), nbytes)
              for axis in mesh.axes]  # fmt: skip
     ratios = []
