@@ -56,6 +56,7 @@ _pop_layer: Callable[[], Any] = torch._C._functorch.pop_dynamic_layer_stack
 _push_layer: Callable[[Any], object] = torch._C._functorch.push_dynamic_layer_stack
 _set_grad_mode: Callable[[bool], None] = torch._C._set_grad_enabled
 _set_forward_mode: Callable[[bool], None] = torch._C._set_fwd_grad_enabled
+_level_of: Callable[[torch.Tensor], int] = torch._C._functorch.maybe_get_level
 _unwrap_for_grad: Callable[..., torch.Tensor] = torch._C._functorch._unwrap_for_grad
 _wrap_for_grad: Callable[..., torch.Tensor] = torch._C._functorch._wrap_for_grad
 
@@ -154,9 +155,9 @@ def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 def _apply_now(function: type[torch.autograd.Function], args: Sequence[Any]) -> Any:
     unwrapped = [unwrap_if_dead(x) if isinstance(x, torch.Tensor) else x for x in args]
-    duals = getattr(function, "duals", None)
     if not transforms_active():
         if forward_ad._current_level >= 0:
+            duals = getattr(function, "duals", None)
             primals, tangents = _unpack_duals(unwrapped)
             if any(t is not None and is_legacy_batched(t) for t in tangents):
                 fail("a tangent", "a batch of torch.autograd.functional, with vectorize=True",
@@ -175,7 +176,11 @@ def _apply_now(function: type[torch.autograd.Function], args: Sequence[Any]) -> 
         return super(torch.autograd.Function, function).apply(*unwrapped)  # type: ignore[misc]
     interpreter: Any = _innermost_transform()
     kind, level = interpreter.key().value, interpreter.level()
-    is_outside = not any([_has_level(x, level) for x in unwrapped])  # noqa: C419 - one frame
+    is_outside = True
+    for x in unwrapped:
+        if isinstance(x, torch.Tensor) and _level_of(x) == level:
+            is_outside = False
+            break
     if kind not in (_GRAD, _JVP):
         needs_batch = getattr(function, "needs_batch", None)
         if kind == _VMAP and is_outside and needs_batch and needs_batch(level, *unwrapped):
@@ -188,7 +193,7 @@ def _apply_now(function: type[torch.autograd.Function], args: Sequence[Any]) -> 
         return _run_below(function, level, modes, unwrapped)
     lift = pointer.lift
     lifted = [lift(x) if isinstance(x, torch.Tensor) else x for x in unwrapped]
-    if duals is not None and kind == _JVP:
+    if kind == _JVP and (duals := getattr(function, "duals", None)) is not None:
         primals, tangents = _unpack_duals(lifted)
         if any(t is not None for t in tangents):
             return make_duals(*_duals_below(duals, level, modes, primals, tangents))
@@ -205,7 +210,7 @@ def _run_below(
 ) -> Any:
     """Return the results of a function a level below, as wrapped tensors of the level."""
     with _BelowCurrentLevel(modes):
-        outputs = apply_function(function, *args)
+        outputs = _apply_now(function, args)
     if isinstance(outputs, torch.Tensor):
         return _wrap_for_grad(outputs, level)
     return tuple([_wrap_for_grad(y, level) for y in outputs])
@@ -237,11 +242,6 @@ def _unpack_duals(args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         for x in args
     ]
     return [x for x, _ in pairs], [t for _, t in pairs]
-
-
-def _has_level(x: object, level: int) -> bool:
-    """Return True for a tensor that wraps another one for the transform of a level."""
-    return isinstance(x, torch.Tensor) and torch._C._functorch.maybe_get_level(x) == level
 
 
 def _repeated(x: torch.Tensor, size: int, level: int) -> torch.Tensor:

@@ -20,7 +20,6 @@ from fshard._torch.functorch import (
     apply_function,
     derivative_levels,
     innermost_derivative,
-    innermost_level,
     is_transformed,
     make_duals,
     primal_of,
@@ -78,7 +77,8 @@ def map_ranks(
         outs = run_ranks(mesh, lambda rank, xs: function(rank.rank, xs), values)
         check_agreement()
         return outs
-    call = RecordedCall(scope, function, _levels(values), lambda _: check_agreement())
+    levels = _innermost(_levels(values))
+    call = RecordedCall(scope, function, levels, lambda _: check_agreement())
     results = call.run(values, record=True)
     if not any(y.requires_grad for ys in results for y in ys):
         return results
@@ -106,7 +106,8 @@ def _map_transformed(
         shared = zip(*map(share, closures), strict=True)
         values = [xs + others for xs, others in zip(values, shared, strict=True)]
     grad_mode, level, hooks = torch.is_grad_enabled(), innermost_derivative(), list[GradientHook]()
-    is_nested = any(at != level for xs in values for x in xs for at in derivative_levels(x))
+    levels = _levels(values)
+    is_nested = any(not ats <= {level} for ats in levels)
 
     def function(rank: int, xs: Locals) -> Locals:
         width = len(xs) - len(closures)
@@ -121,7 +122,7 @@ def _map_transformed(
             refuse_closure(where, x)
 
     call = RecordedCall(
-        scope, function, _levels(values), check, grad_mode,
+        scope, function, _innermost(levels), check, grad_mode,
         level=level, hooks=hooks, transformed=True,
     )  # fmt: skip
     return _apply(call, values)
@@ -142,12 +143,15 @@ def _run_bound(scope: Scope, body: RankFunction, rank: int, xs: Locals) -> Local
         return unaliased_all(body(rank, xs), xs)
 
 
-def _levels(rows: Sequence[Locals]) -> tuple[int | None, ...]:
-    """Return for each of a rank's inputs the innermost level of differentiation on any rank."""
-    levels = [list(map(innermost_level, xs)) for xs in rows]
-    return tuple(
-        [max((x for x in xs if x is not None), default=None) for xs in zip(*levels, strict=True)]
-    )
+def _levels(rows: Sequence[Locals]) -> list[set[int]]:
+    """Return for each of a rank's inputs the levels of differentiation on any rank."""
+    columns = zip(*rows, strict=True)
+    return [set(chain.from_iterable(map(derivative_levels, xs))) for xs in columns]
+
+
+def _innermost(levels: Sequence[set[int]]) -> tuple[int | None, ...]:
+    """Return the innermost level of each input, None without one."""
+    return tuple([max(ats, default=None) for ats in levels])
 
 
 def _split_rows(flat: Sequence[torch.Tensor], size: int) -> list[Locals]:
@@ -298,7 +302,7 @@ class _RecordedNode(_RankNode):
         known_levels = [*call.levels, *[call.levels[i] for i in columns]]
         levels = [
             known if known is not None and known > level else here
-            for known, here in zip(known_levels, _levels(duals), strict=True)
+            for known, here in zip(known_levels, _innermost(_levels(duals)), strict=True)
         ]
         if any(inner):  # for each element of a `vmap` outside
             levels = [max(x or 0, level) if i in columns else x for i, x in enumerate(levels)]
