@@ -347,8 +347,8 @@ class Partition:
             self.mesh, tuple(assignment.lines), tuple(s for s, _ in inputs),
             tuple(out_specs[:count]), tuple(assignment.inputs), tuple(outputs[:count]),
             traced.written, result_tree, self.topology, grad, traced.graph,
-            names, numbers, traced.accepts,
-            signature.requires_grad, number_types, signature.device, self.remat,
+            names, numbers, traced.accepts, signature.requires_grad, number_types,
+            signature.device, self.remat, num_params=0 if self.params is None else params,
         )  # fmt: skip
 
     def _requested(self, tree: TreeDef) -> list[Any]:

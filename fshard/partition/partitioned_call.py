@@ -74,6 +74,7 @@ class PartitionedCall:
         device: the device of the arguments' tensors.
         remat: the policy by which the backward pass recomputes values.
         memory_choice: the plan that was chosen for a limit of memory, None without a limit.
+        num_params: number of the first tensors of the arguments, which have layouts by `params=`.
     """
 
     mesh: Mesh
@@ -95,6 +96,7 @@ class PartitionedCall:
     device: torch.device = CPU
     remat: PlannedRemat = None
     memory_choice: MemoryChoice | None = None
+    num_params: int = 0
     _schedule: list[Line] = field(default_factory=list)
     _graphs: dict[int, fx.GraphModule] = field(default_factory=dict)
     _functions: dict[int, Callable[..., tuple[Any, ...]]] = field(default_factory=dict)
@@ -184,7 +186,12 @@ class PartitionedCall:
         rank = self.mesh.ranks[0] if rank is None else rank
         if ("step", rank) not in self._remat:
             self._remat["step", rank] = record_step(
-                self._abstract, self.remat_plan, self.names, rank, grad=self.grad
+                self._abstract,
+                self.remat_plan,
+                self.names,
+                rank,
+                num_params=self.num_params,
+                grad=self.grad,
             )
         record: StepRecord = self._remat["step", rank]
         return record

@@ -70,7 +70,8 @@ def redistribute(
     """Plan the cheapest program of collectives from `src` to `dst`, without communicating.
 
     The transpose `.T` of the result, from `dst.dual` to `src.dual`, is its backward pass. Plans
-    are cached by their arguments.
+    are cached by their arguments, on which alone they depend: no call has to clear a cache. Sums
+    and averages turn into each other by reducing, as scaling unreduced values could overflow.
 
     Args:
         src: The `Spec` to start from, or a tree of specs (`None` leaves allowed).

@@ -55,8 +55,9 @@ from fshard.run.transports.base import as_rank, unobserved
 
 
 def record_step(
-    call: AbstractCall, plan: RematPlan, names: Sequence[str], rank: int, *, grad: bool
-) -> StepRecord:
+    call: AbstractCall, plan: RematPlan, names: Sequence[str], rank: int, *,
+    num_params: int, grad: bool,
+) -> StepRecord:  # fmt: skip
     """Return the record of a rank's step, with a backward pass if `grad`.
 
     Args:
@@ -65,6 +66,7 @@ def record_step(
         names: the paths of the arguments.
         grad: True if some result has a gradient.
         rank: the rank.
+        num_params: number of the first arguments, which are parameters, as all with gradients are.
 
     Raises:
         ShardingError: for an operation that does not run without values.
@@ -86,8 +88,8 @@ def record_step(
             .requires_grad_(requires_grad)
             for spec, requires_grad in zip(call.in_specs, call.requires_grad, strict=True)
         ]  # fmt: skip
-        for x, name in zip(locals_, names, strict=False):
-            category = "parameters" if x.requires_grad else "arguments"
+        for i, (x, name) in enumerate(zip(locals_, names, strict=False)):
+            category = "parameters" if x.requires_grad or i < num_params else "arguments"
             with recorder.at(RecordedLine(None, name)):
                 recorder.allocate(x, category)
         record.arguments = len(record.entries)

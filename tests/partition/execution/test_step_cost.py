@@ -218,3 +218,10 @@ def test_flops_of_models_are_those_of_one_device_by_ranks(make: Any) -> None:
     params, mesh = dict(model.named_parameters()), fs.Mesh(dp=2)
     call = fs.partition(loss, mesh=mesh, params=P(), in_specs=P("dp")).trace(params, x)
     assert call.roofline().product_flops * mesh.size == one_device_flops(loss, params, x)
+
+
+def test_weights_of_inference_are_parameters() -> None:
+    part = fs.partition(torch.matmul, mesh=fs.Mesh(x=2), params=P(), in_specs=P(None, "x"))
+    memory = part.trace(torch.empty(4, 8), torch.empty(8, 6)).memory()
+    assert memory.at_peak["parameters"] == 4 * 8 * 4
+    assert memory.at_peak["arguments"] == 8 * 3 * 4
