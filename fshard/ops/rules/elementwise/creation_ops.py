@@ -58,8 +58,8 @@ def asserted(call: OpCall) -> Rule:
 def to_number(call: OpCall) -> Rule:
     """Rule of Python numbers read from tensors, which must be unsharded and not unreduced.
 
-    In the place of `torch.equal`, `fs.apply(lambda a, b: (a == b).all(), a, b, mode="auto")` gathers
-    neither: shards are compared, and to unshard the result sends one bool.
+    In the place of `torch.equal`, `fs.apply(lambda a, b: (a == b).all(), a, b, mode="auto")`
+    gathers neither: shards are compared, and to unshard the result sends one bool.
     """
     return Rule(tuple(((),) * meta.ndim for meta in call.operands), ())
 
