@@ -119,6 +119,13 @@ def sized_calls() -> dict[str, Callable[[torch.Tensor], Any]]:
         y: torch.Tensor = fs.redistribute(pair.spec, target)(pair.local)
         return y
 
+    def of_new_specs(x: torch.Tensor) -> torch.Tensor:
+        src = fs.Spec(MESH, P("i"), shape=x.shape)
+        target = src.replace(partition=P(None, "i"))
+        y: torch.Tensor = fs.redistribute(src, target)(fs.shard(x, src).local)
+        return y
+
+    apart = torch.compiler.disable(of_new_specs)
     checked, unchecked = mapped(True), mapped(False)
     part = fs.partition(torch.sin, mesh=MESH, in_specs=(P("i"),))
     on_pairs = fs.local_map(torch.sin, in_specs=None, out_specs=P("i"))
@@ -130,6 +137,8 @@ def sized_calls() -> dict[str, Callable[[torch.Tensor], Any]]:
         "shard and unshard": lambda x: fs.unshard(fs.shard(x, MESH, P("i"))),
         "reshard": lambda x: fs.reshard(fs.shard(x, MESH, P("i")), P(None, "i")).local,
         "program": program,
+        "program of new specs": lambda x: of_new_specs(x.sin()).cos(),
+        "the same, in a disabled function": lambda x: apart(x.sin()).cos(),
         "apply": lambda x: fs.apply(torch.sin, fs.shard(x, MESH, P("i"))).local,
         "partitioned tensors": part,
         "partitioned pairs": lambda x: part(fs.shard(x, MESH, P("i"))).local,
