@@ -228,13 +228,15 @@ class LaunchBatch:
     """Start of linear programs as one batch; the value is what a `WaitBatch` waits for.
 
     With `grad` the batch of their transposes runs backward: the backward of the `WaitBatch`
-    launches it, and that of the launch waits for it.
+    launches it, and that of the launch waits for it. With `waits` the `WaitBatch` is the next line:
+    the two are one operation for autograd.
     """
 
     out: int
     sources: tuple[Ref, ...]
     group: ProgramGroup
     grad: bool
+    waits: bool = False
 
     @property
     def programs(self) -> tuple[Program, ...]:

@@ -195,7 +195,7 @@ def rank_graph(
 def launch_line(line: LaunchBatch, *xs: torch.Tensor, on_shards: bool = False) -> FinishAll:
     """Launch a batch on this rank's locals, or on the shards of all ranks for each leaf in turn."""
     with torch.set_grad_enabled(line.grad):
-        return launch_programs(line.group, xs, on_shards)
+        return launch_programs(line.group, xs, on_shards, waits=line.waits)
 
 
 def wait(finish: FinishAll) -> tuple[torch.Tensor, ...]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fshard.partition.ir import (
@@ -53,6 +53,12 @@ HOST_SECONDS = 3e-4
 It does not make buckets of gathered parameters larger, whose memory can be freed one by one.
 """
 
+GRADIENT_BYTES = 160_000_000
+"""Most bytes of gradients that are reduced together: those of 40 million floats, as by Megatron-LM.
+
+They are in memory until the backward pass ends in any case, those of gathered parameters are not.
+"""
+
 
 @dataclass(slots=True)
 class LaunchBucket:
@@ -72,15 +78,13 @@ class LaunchBucket:
     nbytes: int = 0
     moves: list[Redistribution] = field(default_factory=list)
 
-    def try_add(self, move: Redistribution, ready: int, use: int, full: float) -> bool:
+    def try_add(self, move: Redistribution, ready: int, use: int, full: float, limit: int) -> bool:
         """Add a redistribution and return True if it does not delay one of the others.
 
-        A bucket of `full` bytes takes no more.
+        A bucket of `full` bytes takes no more, and none gets more than `limit` bytes.
         """
         nbytes = _local_bytes(move.program)
-        if self.moves and (
-            ready > self.use or self.nbytes >= full or self.nbytes + nbytes > BUCKET_BYTES
-        ):
+        if self.moves and (ready > self.use or self.nbytes >= full or self.nbytes + nbytes > limit):
             return False
         self.moves.append(move)
         self.nbytes += nbytes
@@ -133,6 +137,10 @@ def schedule(
         result += earlier
         if line is not None and getattr(line, "out", None) not in moved:
             result.append(line)
+    for index, (line, following) in enumerate(itertools.pairwise(result)):
+        match line, following:
+            case LaunchBatch(), WaitBatch() if following.source.value == line.out:
+                result[index] = replace(line, waits=True)
     return result
 
 
@@ -242,17 +250,19 @@ def _buckets(
             by_key.setdefault(key, []).append(item)
     result: list[LaunchBucket] = []
     for (sends, *_, is_first), members in by_key.items():
-        full = math.inf
+        full, limit = math.inf, BUCKET_BYTES
+        if is_first and not sends:
+            limit = max(limit, GRADIENT_BYTES)
         if is_first and topology is not None:
             full = _bucket_bytes([move for _, _, move in members], topology)
         bucket: LaunchBucket | None = None
         for ready, use, move in members:
-            if bucket is not None and bucket.try_add(move, ready, use, full):
+            if bucket is not None and bucket.try_add(move, ready, use, full, limit):
                 continue
             waits = all(isinstance(line, Redistribution | GradMode) for line in lines[ready:use])
             if is_first or not waits:
                 bucket = LaunchBucket(sends, ready, use)
-                bucket.try_add(move, ready, use, full)
+                bucket.try_add(move, ready, use, full, limit)
                 result.append(bucket)
     return result
 

@@ -36,7 +36,9 @@ WHERE = "a partitioned function"
 Gradients = tuple[torch.Tensor | None, ...]
 
 
-def launch_programs(op: ProgramGroup, xs: Tensors, on_shards: bool) -> FinishAll:
+def launch_programs(
+    op: ProgramGroup, xs: Tensors, on_shards: bool, *, waits: bool = False
+) -> FinishAll:
     """Launch linear programs differentiably; return the call that waits for their results.
 
     Backward, the transposes for the leaves that have a cotangent are launched as one operation. The
@@ -46,6 +48,7 @@ def launch_programs(op: ProgramGroup, xs: Tensors, on_shards: bool) -> FinishAll
         op: the programs, one for each leaf.
         xs: the locals, or the shards in rank order for each leaf in turn.
         on_shards: whether `xs` are the shards of all ranks.
+        waits: wait at once, forward and backward: one node in the place of two.
     """
     if is_transformed() or any(map(is_legacy_batched, xs)):
         return lambda: apply_linear(op, xs, on_shards)
@@ -54,6 +57,9 @@ def launch_programs(op: ProgramGroup, xs: Tensors, on_shards: bool) -> FinishAll
     flight = _Flight(op, on_shards)
     with torch.no_grad():
         flight.finish = _launch(op, xs, on_shards)
+    if waits:
+        ys: Tensors = apply_function(_WholeNode, flight, *xs)
+        return lambda: ys
     token = apply_function(_LaunchNode, flight, *xs)
 
     def finish() -> Tensors:
@@ -85,6 +91,13 @@ class _Flight:
     def __init__(self, op: ProgramGroup, on_shards: bool) -> None:
         self.op, self.on_shards, self.label = op, on_shards, backward_label()
 
+    def wait_forward(self) -> Tensors:
+        """Return the results of the programs."""
+        finish = self.finish
+        del self.finish  # it holds the results, which autograd may not need
+        # A local program returns its argument, which must not become an output as it is.
+        return tuple([y.detach() for y in finish()])
+
     def launch_backward(self, grads: Gradients, owned: tuple[int, ...]) -> None:
         """Launch the transposes for the leaves that have a cotangent on some rank.
 
@@ -112,6 +125,13 @@ class _Flight:
             )
 
         self.finish_backward = finish_backward
+
+    def wait_backward(self) -> Gradients:
+        """Return the results of the transposes."""
+        finish = self.finish_backward
+        del self.finish_backward  # else autograd would copy gradients that others may hold
+        with backward_phase(self.label):
+            return finish()
 
     def _launch_transposes(
         self, op: ProgramGroup, grads: Tensors, owned: tuple[int, ...] = ()
@@ -148,10 +168,7 @@ class _LaunchNode(torch.autograd.Function):
     @hiding_frames
     def backward(ctx: Any, _: torch.Tensor) -> Any:
         flight: _Flight = ctx.flight
-        finish = flight.finish_backward
-        del flight.finish_backward  # else autograd would copy gradients that others may hold
-        with backward_phase(flight.label):
-            return None, *finish()
+        return None, *flight.wait_backward()
 
 
 class _WaitNode(torch.autograd.Function):
@@ -159,10 +176,7 @@ class _WaitNode(torch.autograd.Function):
 
     @staticmethod
     def forward(flight: _Flight, token: torch.Tensor) -> Tensors:
-        finish = flight.finish
-        del flight.finish  # it holds the results, which autograd may not need
-        # A local program returns its argument, which must not become an output as it is.
-        return tuple([y.detach() for y in finish()])
+        return flight.wait_forward()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensors) -> None:
@@ -176,3 +190,24 @@ class _WaitNode(torch.autograd.Function):
         flight: _Flight = ctx.flight
         flight.launch_backward(grads, temporaries(grads, ALONE_BYTES))
         return None, ctx.token
+
+
+class _WholeNode(torch.autograd.Function):
+    """Node of programs that are waited for where they are launched."""
+
+    @staticmethod
+    def forward(flight: _Flight, *xs: torch.Tensor) -> Tensors:
+        return flight.wait_forward()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensors) -> None:
+        ctx.flight = inputs[0]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    @hiding_frames
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        flight: _Flight = ctx.flight
+        flight.launch_backward(grads, temporaries(grads, ALONE_BYTES))
+        del grads  # their memory is freed once it is sent
+        return None, *flight.wait_backward()

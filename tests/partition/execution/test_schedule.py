@@ -155,15 +155,17 @@ def test_memory_of_a_bucket_is_used_again_once_its_gradients_are_freed() -> None
                 torch.testing.assert_close(grad, want, rtol=0, atol=1e-12)
 
 
-def test_gradients_are_split_into_buckets_by_their_startup() -> None:
-    params = [torch.empty(256, 256, device="meta", requires_grad=True) for _ in range(16)]
-    counts = []
-    for topology in (fs.Topology.node(), fs.Topology.cpu_host()):
+@pytest.mark.parametrize(("width", "buckets"), [(256, [1, 2]), (1024, [1, 8])])
+def test_gradients_are_split_into_buckets_by_their_startup(width: int, buckets: list[int]) -> None:
+    params = [torch.empty(width, width, device="meta", requires_grad=True) for _ in range(16)]
+    for topology, count in zip((fs.Topology.node(), fs.Topology.cpu_host()), buckets, strict=True):
         part = fs.partition(large_chain, mesh=MESH, in_specs=(P(), P("x")), topology=topology)
-        schedule = part.trace(params, torch.empty(8, 256, device="meta")).schedule
-        counts.append(sum(isinstance(line, LaunchBatch) for line in schedule))
-    # 4 MiB; a startup takes as long as 30 MB on a node, and 0.7 MB on a host.
-    assert counts == [1, 2]
+        schedule = part.trace(params, torch.empty(8, width, device="meta")).schedule
+        launches = [line for line in schedule if isinstance(line, LaunchBatch)]
+        # 4 and 64 MiB; a startup takes as long as 30 MB on a node, and 0.7 MB on a host.
+        assert len(launches) == count
+        # Nothing overlaps with a single one.
+        assert [line.waits for line in launches] == [count == 1] * count
 
 
 def test_coalesced_gradients_of_simulated_ranks() -> None:
