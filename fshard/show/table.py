@@ -147,10 +147,8 @@ class Table:
         body += [self._html_row(row, (line if i == 0 else "") + "font-weight:600")
                  for i, row in enumerate(self.footer)]  # fmt: skip
         title = f'<div style="{_MONO};margin:2px 0 6px">{html.escape(self.title)}</div>'
-        notes = "".join(
-            f'<div style="{_MONO};opacity:.75;margin-top:4px">{html.escape(note)}</div>'
-            for note in self.notes
-        )
+        faint = f"{_MONO};opacity:.75;margin-top:4px;white-space:pre-wrap"
+        notes = "".join(f'<div style="{faint}">{html.escape(note)}</div>' for note in self.notes)
         return (
             f'<div style="margin:4px 0">{title if self.title else ""}'
             f'<table style="border-collapse:collapse;{_MONO};color:inherit;margin:0">'
@@ -164,7 +162,7 @@ class Table:
 
     def _cell(self, tag: str, text: str, column: Column, style: str) -> str:
         align = "right" if column.right else "left"
-        space = "normal" if column.wrap else "nowrap"
+        space = "pre-wrap" if column.wrap else "pre"  # leading spaces indent rows of layers
         return (
             f'<{tag} style="text-align:{align};white-space:{space};padding:3px 12px 3px 0;'
             f'color:inherit;background:transparent;border:0;{style}">{html.escape(text)}</{tag}>'
