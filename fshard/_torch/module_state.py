@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch._C._dynamo import guards
 from torch.nn.modules import module as all_modules
+from torch.utils.hooks import RemovableHandle
 
 CHILDREN = ("_parameters", "_buffers", "_modules")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -56,3 +59,29 @@ def state_dictionaries(module: torch.nn.Module) -> list[dict[str, Any]]:
     attributes = vars(module)
     own = [attributes[name] for name in (*CHILDREN, *HOOKS) if name in attributes]
     return own + [getattr(all_modules, f"_global{name}") for name in HOOKS]
+
+
+KEY = RemovableHandle(OrderedDict()).id
+"""Key of the global hooks of `hook_forwards`, which no other hook has."""
+_BLOCKS: list[None] = []
+
+
+@contextmanager
+def hook_forwards(before: Callable[..., None], after: Callable[..., None]) -> Iterator[None]:
+    """Call two functions around the forward of every module in the block.
+
+    Where PyTorch gives each registration a new key, this one is always the same: keys are part of
+    the state of a trace, which would be another in every block.
+    """
+    all_modules._global_forward_pre_hooks[KEY] = before
+    all_modules._global_forward_hooks[KEY] = after
+    all_modules._global_forward_hooks_always_called[KEY] = True
+    _BLOCKS.append(None)
+    try:
+        yield
+    finally:
+        _BLOCKS.pop()
+        if not _BLOCKS:
+            del all_modules._global_forward_pre_hooks[KEY]
+            del all_modules._global_forward_hooks[KEY]
+            del all_modules._global_forward_hooks_always_called[KEY]

@@ -371,6 +371,22 @@ def test_module_hooks_end_with_the_block() -> None:
     assert (len(hooks._global_forward_pre_hooks), len(hooks._global_forward_hooks)) == before
 
 
+def test_blocks_share_the_traces_of_partitioned_functions() -> None:
+    layer, traces = torch.nn.Linear(4, 4), list[None]()
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        traces.append(None)
+        return layer(x)
+
+    part = fs.partition(fn, mesh=fs.Mesh(x=2), in_specs=P("x"))
+    counts = []
+    for _ in range(4):
+        with fs.comm_log():
+            part(torch.ones(4, 4))
+        counts.append(len(traces))
+    assert counts[1] == counts[3]
+
+
 def test_a_profiler_shows_calls() -> None:
     pair = fs.shard(torch.ones(8), spec(P("tp"), 8))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 
+from fshard._torch.module_state import hook_forwards
 from fshard.run.transports.base import LABEL, MODULES, Label, current_module
 from fshard.run.transports.divergence_report import Place, place_of, position_text
 
@@ -52,19 +52,9 @@ def current_origin() -> Origin:
     return Origin(label, module, place_of(sys._getframe()))
 
 
-@contextmanager
-def tracked_modules() -> Iterator[None]:
+def tracked_modules() -> AbstractContextManager[None]:
     """Record in the block which module's forward runs, in each thread."""
-    hooks = torch.nn.modules.module
-    handles = (
-        hooks.register_module_forward_pre_hook(_enter),
-        hooks.register_module_forward_hook(_leave, always_call=True),
-    )
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    return hook_forwards(_enter, _leave)
 
 
 def _enter(module: torch.nn.Module, _: Any) -> None:
