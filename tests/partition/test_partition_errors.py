@@ -20,6 +20,7 @@ from tests.helpers.ops.block_cases import (
 VALUES = (
     "the function is traced once on tensors without values, of the global shapes",
     ("torch.where instead of masks and branches on values, no .item(), counts by one_hot; "
+     "buffers and constants that it reads closed over, not as arguments; "
      "validate_args=False of a distribution with a covariance"),
 )  # fmt: skip
 

@@ -35,7 +35,7 @@ def formula_law(formula: Formula, dtypes: Sequence[torch.dtype] = ()) -> ShapeLa
 
     def law(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Results | None:
         operands = instances_in((*args, *kwargs.values()), Meta)
-        if not operands or len({meta.dtype for meta in operands}) > 1:
+        if not operands or len({_kind(meta.dtype, dtypes) for meta in operands}) > 1:
             return None
         dtype = operands[0].dtype
         if dtypes and dtype not in dtypes:
@@ -46,6 +46,11 @@ def formula_law(formula: Formula, dtypes: Sequence[torch.dtype] = ()) -> ShapeLa
         return (result if isinstance(result, Meta) else Meta(result, dtype),), 0
 
     return law
+
+
+def _kind(dtype: torch.dtype, dtypes: Sequence[torch.dtype]) -> torch.dtype:
+    """Return the dtype that operands have in common: among complex ones windows are real."""
+    return dtype.to_complex() if dtypes is COMPLEX and dtype.is_floating_point else dtype
 
 
 def broadcast_shape(shapes: Sequence[Shape]) -> Shape | None:
@@ -166,11 +171,12 @@ def combinations(operands: list[Meta], get: GetArgument) -> Shape | None:
 
 
 def istft(operands: list[Meta], get: GetArgument) -> Meta | None:
-    """Length of the signal whose overlapping windows were transformed."""
+    """Length of the signal whose overlapping windows, real ones, were transformed."""
     x, size = operands[0], get("n_fft")
+    width = size if get("win_length") is None else get("win_length")
+    fits = all(w.shape == (width,) and not w.dtype.is_complex for w in operands[1:])
     hop = size // 4 if get("hop_length") is None else get("hop_length")
-    default_window = get("window") is None and get("win_length") in (None, size)
-    if x.ndim not in (2, 3) or not all(x.shape) or not default_window or not 0 < hop <= size:
+    if x.ndim not in (2, 3) or not all(x.shape) or not fits or not 0 < hop <= width <= size:
         return None
     onesided = x.shape[-2] != size if get("onesided") is None else get("onesided")
     if get("return_complex") or x.shape[-2] != (size // 2 + 1 if onesided else size):

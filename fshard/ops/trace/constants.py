@@ -98,8 +98,8 @@ def with_known_sizes(
 ) -> tuple[Any, Sequence[Any], Any]:
     """Return a call of static shapes in the place of one whose shapes depend on constants.
 
-    `x[mask]` becomes `x[mask.nonzero(as_tuple=True)]`. A call whose shapes depend on an argument's
-    values is returned as it is.
+    `x[mask]` becomes `x[mask.nonzero(as_tuple=True)]`, and tensors among the sizes of `F.pad` ints.
+    A call whose shapes depend on an argument's values is returned as it is.
 
     Args:
         func: a function of PyTorch.
@@ -116,7 +116,15 @@ def with_known_sizes(
         shape = torch.broadcast_shapes(args[0].shape, known[0].shape)
         index = _without_masks(known[0].expand(shape), evaluate)
         return Tensor.__getitem__, (args[0].expand(shape), index), {}
+    if func is torch.nn.functional.pad and len(args) > 1:
+        return func, (args[0], _with_ints(args[1], evaluate), *args[2:]), kwargs
     return func, args, kwargs
+
+
+def _with_ints(arg: Any, evaluate: Callable[..., tuple[Any, ...]]) -> Any:
+    """Return sizes with ints in the place of constant tensors."""
+    known = [isinstance(x, Tensor) and evaluate(Tensor.item, (x,), {}) for x in arg]
+    return [value[0] if value else x for x, value in zip(arg, known, strict=True)]
 
 
 def _without_masks(index: Any, evaluate: Callable[..., tuple[Any, ...]]) -> Any:

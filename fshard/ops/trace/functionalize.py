@@ -366,9 +366,18 @@ def _lost(
     if root.op == "get_attr":
         refuse_closure_write(node.name)
     args = sources.get(root, _NONE)
-    later = (user for alias in aliases(target) for user in alias.users if node < user)
-    used = any(user in differentiable for user in later)
+    seen = [alias for alias in aliases(target) if not _is_hidden(alias)]
+    used = any(user in differentiable for alias in seen for user in alias.users if node < user)
     return [(node.name, args)] if hidden and args and used else [], root, hidden
+
+
+def _is_hidden(node: fx.Node) -> bool:
+    """Return True if a value shares memory through an operation that passes no gradient."""
+    while (base := _base(node)) is not None:
+        if has_no_gradient(node.target):
+            return True
+        node = base
+    return False
 
 
 def aliases(node: fx.Node) -> list[fx.Node]:

@@ -29,7 +29,7 @@ from fshard._torch.functorch import (
     is_batched_at_any_level,
     transform_level,
 )
-from fshard._torch.memory import innermost
+from fshard._torch.memory import innermost, storage_address
 from fshard._torch.modes import DisableTorchFunction, DispatchMode, function_modes
 from fshard._torch.operators import is_query
 from fshard._util.dtypes import is_inexact
@@ -44,7 +44,8 @@ from fshard.ops.trace.source_places import note_place
 from fshard.ops.trace.unread_values import WITHOUT_READS
 from fshard.spmd.closure_inputs import graph_leaves
 
-_REPLACED = {**WITHOUT_READS, **FUSED_STEPS}
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_REPLACED = {**WITHOUT_READS, **FUSED_STEPS, _SET_DATA: lambda x, y: None}
 """Functions that cannot be traced, with others that compute the same."""
 AUTOGRAD_CALLS = {
     torch.autograd.grad, torch.Tensor.backward, torch.Tensor.requires_grad_,
@@ -103,7 +104,7 @@ class TraceMode(TorchFunctionMode):
             tensors = tensors_in((args, kwargs or {}))
             if any(is_batched(x) and not isinstance(innermost(x), FakeTensor) for x in tensors):
                 raise ReadsBatchedTensor
-        if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
+        if func == _SET_DATA and not _is_itself(*args):
             fail(self.where, "an assignment to `x.data`, which cannot be traced",
                  "a function is traced as the operations that it runs",
                  "x.data.copy_(y), or use y")  # fmt: skip
@@ -112,6 +113,12 @@ class TraceMode(TorchFunctionMode):
                  "be left out",
                  "s * y + ((1 - s) * y).detach() scales the gradient of y by s; other changes "
                  "where gradients come out")  # fmt: skip
+
+
+def _is_itself(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Return True if two tensors are the same memory, as after `x.data *= mask`."""
+    first, second = ((z.shape, z.stride(), z.storage_offset(), z.dtype) for z in (x, y))
+    return first == second and storage_address(x) == storage_address(y)
 
 
 _HOOKS = {torch.Tensor.register_hook: "x.register_hook(...)", GRAD_FN: "x.grad_fn"}

@@ -293,7 +293,8 @@ def _refuse(where: str, error: Exception) -> NoReturn:
     fail(place, cause,
          "the function is traced once on tensors without values, of the global shapes",
          "torch.where instead of masks and branches on values, no .item(), "
-         "counts by one_hot; validate_args=False of a distribution with a covariance")  # fmt: skip
+         "counts by one_hot; buffers and constants that it reads closed over, not as arguments; "
+         "validate_args=False of a distribution with a covariance")  # fmt: skip
 
 
 def _check_shapes(fakes: Sequence[torch.Tensor], metas: Sequence[Meta], where: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -47,6 +48,24 @@ def corrcoef(input: Tensor) -> Tensor:  # noqa: A002 - the name in torch
     return matrix.clamp(-1, 1)
 
 
+def gaussian_nll_loss(
+    input: Tensor,  # noqa: A002 - the name in torch
+    target: Tensor,
+    var: Tensor | float,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: str = "mean",
+) -> Tensor:
+    """Compute `F.gaussian_nll_loss`, whose gradient passes by the clamp; `var` is not checked."""
+    var = torch.as_tensor(var, dtype=input.dtype, device=input.device)
+    var = (var.unsqueeze(-1) if input.shape[:-1] == var.shape else var).expand_as(input)
+    clamped = var.detach().clamp(min=eps) + (var - var.detach())
+    loss = 0.5 * (clamped.log() + (input - target) ** 2 / clamped)
+    if full:
+        loss = loss + 0.5 * math.log(2 * math.pi)
+    return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
+
+
 def unchecked(input: Tensor) -> bool:  # noqa: A002 - the name in torch
     """Return True: the parameters and samples of `torch.distributions` are not checked."""
     return True
@@ -55,5 +74,6 @@ def unchecked(input: Tensor) -> bool:  # noqa: A002 - the name in torch
 WITHOUT_READS: dict[Any, Callable[..., Any]] = {
     torch.cov: cov, torch.Tensor.cov: cov, torch.corrcoef: corrcoef,
     torch.Tensor.corrcoef: corrcoef, IS_ALL_TRUE: unchecked,
+    torch.nn.functional.gaussian_nll_loss: gaussian_nll_loss,
 }  # fmt: skip
 """Replacements of functions of PyTorch that cannot be traced."""

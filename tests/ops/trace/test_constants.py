@@ -92,11 +92,16 @@ def constant_sizes(x: Tensor) -> Tensor:
     return y[row, column][: len(keep.nonzero())] + x[keep].sum() + torch.bincount(row).sum()
 
 
+def padded(x: Tensor) -> Tensor:
+    left, right = torch.tensor(1), torch.tensor([2, 1]).max() // 2
+    return F.pad(x, (left, right)).cumsum(1)
+
+
 def repeated(x: Tensor) -> Tensor:
     return torch.func.grad(lambda x: (x[torch.ones(4, dtype=torch.bool)] ** 2).sum())(x)
 
 
-@pytest.mark.parametrize("fn", [negatives, constant_sizes, repeated])
+@pytest.mark.parametrize("fn", [negatives, constant_sizes, padded, repeated])
 def test_shapes_may_depend_on_constants(fn: Callable[[Tensor], Tensor]) -> None:
     x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
     part = fs.partition(fn, mesh=MESH, in_specs=P("dp"))
@@ -149,3 +154,17 @@ def test_distributions_are_traced_without_checks_of_values() -> None:
     logits, action = torch.randn(4, 3, requires_grad=True), torch.tensor([0, 2, 1, 1])
     part = fs.partition(entropy, mesh=MESH, in_specs=P("dp"))
     torch.testing.assert_close(part(logits, action), entropy(logits, action))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_gradients_of_gaussian_nll_loss_pass_by_its_clamp(reduction: str) -> None:
+    def loss(x: Tensor, target: Tensor, var: Tensor) -> Tensor:
+        y = F.gaussian_nll_loss(x, target, var.square(), full=True, eps=0.5, reduction=reduction)
+        return y.sum()
+
+    x, target, var = (torch.randn(4, 2, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    part = fs.partition(loss, mesh=MESH, in_specs=(P("dp"), P("dp"), P("dp")))
+    expected = torch.autograd.grad(loss(x, target, var), (x, target, var))
+    torch.testing.assert_close(part(x, target, var), loss(x, target, var))
+    actual = torch.autograd.grad(part(x, target, var), (x, target, var))
+    torch.testing.assert_close(actual, expected)

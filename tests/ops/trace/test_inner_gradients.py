@@ -403,3 +403,21 @@ def test_inference_block_that_raises_ends() -> None:
             return a * 2
 
     assert fs.partition(fn, mesh=MESH)(sample(4, 3)).requires_grad
+
+
+def test_a_pruned_weight_is_updated_through_its_data() -> None:
+    mask = torch.ones(4, 3, dtype=torch.float64).triu()
+
+    def step(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        loss = (x @ w).square().mean()
+        (g,) = torch.autograd.grad(loss, w)
+        w.data -= 0.1 * g
+        w.data *= mask
+        return loss.detach()
+
+    x = torch.randn(6, 4, dtype=torch.float64)
+    ws = [torch.ones(4, 3, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    part = fs.partition(step, mesh=fs.Mesh(dp=2), in_specs=(P("dp"), P("dp")))
+    for _ in range(2):
+        torch.testing.assert_close(part(ws[0], x), step(ws[1], x))
+        torch.testing.assert_close(*ws)

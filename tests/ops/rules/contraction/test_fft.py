@@ -60,6 +60,9 @@ def test_istft_equals_one_device(whole: tuple[int, ...]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert rule_errors(lambda: (aten.istft, rand(*whole, dtype=COMPLEX), 8, 4)) == []
+        window = torch.hann_window(8, dtype=torch.float64)
+        call = lambda: (aten.istft, rand(*whole, dtype=COMPLEX), 8, 2, None, window)  # noqa: E731
+        assert rule_errors(call) == []
 
 
 def test_unreduced_integers_are_not_accepted() -> None:
