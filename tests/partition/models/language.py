@@ -73,6 +73,14 @@ MOE = {
     "moe_intermediate_size": 16,
 }
 
+DELTA = {
+    **GROUPED,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+}
 for name, kind, config in (
     ("qwen3", "Qwen3ForCausalLM", GROUPED),
     ("gemma3", "Gemma3ForCausalLM", {**GROUPED, "sliding_window": 4}),
@@ -273,6 +281,38 @@ for name, kind, config in (
         {"n_embd": 16, "n_layer": 2, "n_head": 4, "dff": 32, "n_positions": 32},
     ),
     ("biogpt", "BioGptForCausalLM", {}),
+    (
+        "falcon_h1",
+        "FalconH1ForCausalLM",
+        {
+            **GROUPED,
+            "mamba_d_ssm": 32,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 8,
+            "mamba_d_state": 4,
+            "mamba_chunk_size": 4,
+        },
+    ),
+    ("olmo_hybrid", "OlmoHybridForCausalLM", DELTA),
+    ("qwen3_5", "Qwen3_5ForCausalLM", DELTA),
+    ("nanochat", "NanoChatForCausalLM", GROUPED),
+    ("glm", "GlmForCausalLM", GROUPED),
+    ("mra", "MraForMaskedLM", {"block_per_row": 2}),
+    ("rembert", "RemBertForMaskedLM", {"input_embedding_size": 16, "output_embedding_size": 16}),
+    ("megatron_bert", "MegatronBertForMaskedLM", {}),
+    ("eurobert", "EuroBertForMaskedLM", {"num_key_value_heads": 4}),
+    ("nomic_bert", "NomicBertForMaskedLM", {}),
+    ("plbart", "PLBartForConditionalGeneration", ENCODER_DECODER),
+    (
+        "pegasus_x",
+        "PegasusXForConditionalGeneration",
+        {**ENCODER_DECODER, "num_global_tokens": 2, "block_size": 4},
+    ),
+    (
+        "bigbird_pegasus",
+        "BigBirdPegasusForConditionalGeneration",
+        {**ENCODER_DECODER, "attention_type": "original_full"},
+    ),
 ):
     extra = {"labels": False} if kind == "CanineModel" else {}
     MODELS[name] = partial(text_model, kind, **extra, **config)
