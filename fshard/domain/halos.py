@@ -192,6 +192,10 @@ def _run(
 ) -> Any:  # fmt: skip
     """Return the exchange of a pair or of the tensor of a body, or the reduction."""
     if is_pair(x):
+        if axis_name is not None or sizes is not None:
+            fail(where, f"a pair with axis_name={axis_name!r}, sizes={sizes!r}",
+                 "both must be left out: the layout of a pair has them",
+                 "the pair and the widths alone")  # fmt: skip
         return _run_on_pair(where, x, widths, boundary, reverse)
     if not isinstance(x, Tensor):
         fail(where, f"an operand of type {type(x).__name__}",
@@ -275,6 +279,8 @@ def _checked(where: str, widths: Any, boundary: str, ndim: int) -> dict[int, tup
         problems.append(Problem(f"boundary={boundary!r}", f"boundary must be one of "
                                 f"{', '.join(BOUNDARIES)}", 'boundary="zeros"'))  # fmt: skip
     raise_if(where, problems)
+    if len({dim % ndim for dim in widths}) < len(widths):
+        fail(where, f"widths={widths!r}", "a dim must be listed once", fix)
     return {dim % ndim: (int(a), int(b)) for dim, (a, b) in widths.items()}
 
 

@@ -122,6 +122,10 @@ def scaled_dot_product_attention(
     if attn_mask is not None and is_causal:
         fail(WHERE, "attn_mask and is_causal=True", "one of them must be left out, as in PyTorch",
              "attn_mask with False, or -inf, after the query")  # fmt: skip
+    for name, x in zip(NAMES, (query, key, value), strict=False):
+        if x is None:
+            fail(WHERE, f"{name}=None", f"{name} must be a pair or a tensor",
+                 f"fs.shard({name}, spec)")  # fmt: skip
     operands = [x for x in (query, key, value, attn_mask) if x is not None]
     options = AttentionOptions(dropout_p, is_causal, scale, enable_gqa, order)
     if any(map(is_pair, operands)):

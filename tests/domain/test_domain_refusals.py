@@ -15,6 +15,9 @@ SPEC = Spec(MESH, P("x"), shape=(4,))
 VALUES = fs.shard(torch.ones(4, 2), MESH, P("x"))
 SUMS = fs.Sharded((torch.ones(4, 2),) * 2, Spec(MESH, P(unreduced={"x"}), shape=(4, 2)))
 KEYS = fs.shard(torch.ones(1, 4, 2), MESH, P(None, "x"))
+IMAGE, WEIGHT = fs.shard(torch.ones(1, 2, 8, 8), MESH, P(None, None, "x")), torch.ones(6, 2, 3, 3)
+conv: Any = fs.domain.conv2d
+halo: Any = fs.domain.halo_exchange
 attention: Any = fs.domain.scaled_dot_product_attention
 plan: Any = fs.domain.window_plan
 balance: Any = fs.domain.balance
@@ -50,6 +53,16 @@ CALLS: dict[str, tuple[Any, str]] = {
     "dropout": (lambda: attention(KEYS, KEYS, KEYS, dropout_p=1.5), r"must be in 0\.\.1"),
     "dropout text": (lambda: attention(KEYS, KEYS, KEYS, dropout_p="a"), r"must be in 0\.\.1"),
     "scale": (lambda: attention(KEYS, KEYS, KEYS, scale="a"), "scale must be a number or None"),
+    "no key": (lambda: attention(KEYS, None, KEYS), "key must be a pair or a tensor"),
+    "stride": (lambda: conv(IMAGE, WEIGHT, stride=0), "division or modulo by zero"),
+    "strides": (lambda: conv(IMAGE, WEIGHT, stride=(1, 1, 1)), "at least 1, or 2 of them"),
+    "padding": (lambda: conv(IMAGE, WEIGHT, padding=-1), "padding must be an int of at least 0"),
+    "dilation": (lambda: conv(IMAGE, WEIGHT, dilation=0), "dilation must be an int of at least 1"),
+    "weight": (lambda: conv(IMAGE, WEIGHT.double()), "both must have one dtype"),
+    "bias": (lambda: conv(IMAGE, WEIGHT, torch.ones(5)), "one element for each channel"),
+    "halo dims": (lambda: halo(IMAGE, {2: (1, 1), -2: (1, 1)}), "a dim must be listed once"),
+    "halo axis": (lambda: halo(IMAGE, {2: (1, 1)}, axis_name={2: "x"}), "both must be left out"),
+    "halo sizes": (lambda: halo(IMAGE, {2: (1, 1)}, sizes={2: (4, 4)}), "both must be left out"),
 }
 
 

@@ -132,7 +132,7 @@ CREATED_BY = {
     "randperm": "fs.random.permutation(key, spec) creates a pair",
 }
 """Function that creates a pair, by the name of PyTorch's factory without operands."""
-OP_ERRORS = (RuntimeError, IndexError, TypeError, ValueError)
+OP_ERRORS = (RuntimeError, IndexError, TypeError, ValueError, ZeroDivisionError)
 """Exceptions that PyTorch raises for invalid arguments."""
 Results = tuple[tuple[Meta | None, ...], Any]
 """Metas of the returned tensors in order, and the returned tree with their indices as leaves."""

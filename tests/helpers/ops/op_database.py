@@ -131,6 +131,8 @@ def _case(op: Any, dtype: torch.dtype, number: int, sample: Any) -> Case:
         return _with(result, reason="undefined results")
     if any(item.layout != torch.strided for item in tensors):
         return _with(result, reason="sparse tensors")
+    if op.name == "linalg.lstsq" and any(item.is_complex() for item in tensors):
+        return _with(result, reason="PyTorch has other residuals in a dispatch mode")
     try:
         expected, *again = (_seeded(function, tensors, seed) for seed in SEEDS)
     except Exception as error:

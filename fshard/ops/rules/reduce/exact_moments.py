@@ -160,8 +160,24 @@ def _merged_rule(call: OpCall) -> Rule:
     return Rule((dims,), (dims,))
 
 
+@weighted_moment_sums.register_vmap
+def _(info: Any, in_dims: Any, x: Tensor, weights: Tensor, dims: Sequence[int]) -> Any:
+    x, weights = (
+        y.expand(info.batch_size, *y.shape) if dim is None else y.movedim(dim, 0)
+        for y, dim in zip((x, weights), in_dims, strict=False)
+    )
+    return weighted_moment_sums(x, weights, [dim + 1 for dim in dims]), 1
+
+
+@merged_weighted_moments.register_vmap
+def _(info: Any, in_dims: Any, sums: Tensor) -> Any:
+    return merged_weighted_moments(sums.movedim(in_dims[0], 1)), 1
+
+
 class _WeightedMoments(torch.autograd.Function):
     """Sum of weights, mean and biased variance, stacked; saves operands and results."""
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor, weights: Tensor, dims: list[int]) -> Tensor:

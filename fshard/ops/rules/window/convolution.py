@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fshard._torch.operators import schema_of
+from fshard._util.errors import Problem, raise_if
 from fshard.ops.core.builders import linear_modes
 from fshard.ops.core.call import Meta, OpCall, argument
 from fshard.ops.core.registry import register_rule
@@ -253,12 +254,34 @@ class _LocalWindows(StaticRewrite):
         return run, args, kwargs
 
 
+def _check(call: OpCall) -> None:
+    """Raise for arguments that PyTorch refuses on devices alone, not in the shapes of results."""
+    x, weight, problems = call.operands[0], call.operands[1], list[Problem]()
+    n, bias = weight.ndim - 2, call.operand_index("bias")
+    for name, least in (("stride", 1), ("padding", 0), ("dilation", 1)):
+        values = call.get(name) if call.has(name) else least
+        listed = values if isinstance(values, list | tuple) else [values]
+        if not isinstance(values, str) and (len(listed) not in (1, n) or min(listed) < least):
+            problems.append(Problem(f"{name}={values!r}", f"{name} must be an int of at least "
+                                    f"{least}, or {n} of them", f"{name}={least}"))  # fmt: skip
+    if x.dtype != weight.dtype:
+        problems.append(Problem(f"input of {x.dtype}, weight of {weight.dtype}",
+                                "both must have one dtype", f"weight.to({x.dtype})"))  # fmt: skip
+    channels = call.result.shape[x.ndim - weight.ndim + 1]
+    if bias is not None and call.operands[bias].shape != (channels,):
+        problems.append(Problem(f"bias of shape {tuple(call.operands[bias].shape)}",
+                                "bias must have one element for each channel of the result",
+                                f"a bias of shape ({channels},)"))  # fmt: skip
+    raise_if(f"fs.propagate({call.op})", problems)
+
+
 @register_rule(*WITH_GROUPS, *WITHOUT_GROUPS)
 def convolution(call: OpCall) -> Rule:
     """Rule `ncbd,ocij->noef` of convolutions; groups are sharded with their channels.
 
     Spatial dims of the result are windows of those of the input.
     """
+    _check(call)
     x, weight = call.operands[0], call.operands[1]
     groups = call.get("groups") if call.has("groups") else 1
     dims, bias = _dims(call, x, weight, call.result, groups), call.operand_index("bias")

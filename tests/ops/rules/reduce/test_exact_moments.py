@@ -82,3 +82,24 @@ def test_complex_means() -> None:
     spec = Spec(Mesh(x=2), P("x"), shape=(3,), dtype=x.dtype, sizes={0: (1, 2)})
     mean = fs.unshard(fs.domain.weighted_mean(fs.shard(x, spec), weights))
     torch.testing.assert_close(mean, (weights * x).sum() / 8)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_vmap_equals_a_loop(capfd: pytest.CaptureFixture[str]) -> None:
+    x, weights = torch.randn(3, 4, 2, dtype=torch.float64), torch.rand(4, 2, dtype=torch.float64)
+    spec = Spec(Mesh(x=2), P("x"), shape=(4, 2), dtype=x.dtype)
+
+    def moments(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        pairs = fs.domain.weighted_var_mean(fs.shard(x, spec), fs.shard(weights, spec), 0)
+        local = fs.domain.weighted_var_mean(x, weights, 0)
+        return torch.stack([*map(fs.unshard, pairs), *local])
+
+    for dims, rows in (
+        ((0, None), [(row, weights) for row in x]),
+        ((None, 0), [(weights, row) for row in x.abs()]),
+    ):
+        args = (x, weights) if dims[1] is None else (weights, x.abs())
+        torch.testing.assert_close(
+            torch.func.vmap(moments, dims)(*args), torch.stack([moments(*row) for row in rows])
+        )
+    assert "performance drop" not in capfd.readouterr().err
