@@ -114,7 +114,8 @@ def _rms_norm_backward(
     output_mask: Sequence[bool],
 ) -> tuple[Maybe, Maybe]:  # fmt: skip
     lead, dims = _last(x, shape)
-    grads, normal = wide(grad), wide(x) * rstd
+    rstd, weight = rstd.conj(), None if weight is None else weight.conj()  # of complex values
+    grads, normal = wide(grad), wide(x).conj() * rstd
     inner = _scaled(grads, weight)
     into = (rstd * (inner - normal * (inner * normal).mean(dims, True))).to(x.dtype)
     scale = _summed(grads * normal, lead).to(x.dtype) if output_mask[1] else None

@@ -83,7 +83,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Maybe, ...]:
     x, moments, weight, bias = ctx.saved_tensors
-    return (*_gradients(grad, x, moments, weight, bias, ctx.eps), None)
+    weight = None if weight is None else weight.conj()  # values are complex in `rms_norm`
+    return (*_gradients(grad, x.conj(), moments.conj(), weight, bias, ctx.eps), None)
 
 
 normalize.register_autograd(_backward, setup_context=_save)

@@ -203,7 +203,7 @@ class _MeanSquare(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
-        return (2 / ctx.count * grad * wide(x)).to(x.dtype), None
+        return (2 / ctx.count * grad * wide(x).conj()).to(x.dtype), None
 
 
 def moments(x: Tensor, dims: list[int]) -> Tensor:

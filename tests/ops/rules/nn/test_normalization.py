@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import fshard as fs
-from fshard import P
+from fshard import Mesh, P
 from tests.helpers.ops.normalization_samples import (
     BATCHES,
     GROUPS,
@@ -113,3 +113,20 @@ def test_batch_norm_reduces_its_statistics_in_one_launch(dtype: torch.dtype, off
     error = (y.double() - exact).abs().max()
     one_device = (norm(x).double() - exact).abs().max()
     assert error <= 16 * one_device + 1e-10
+
+
+@pytest.mark.parametrize("partition", [P(None, "x"), P("x")], ids=str)
+def test_gradients_of_complex_rms_norms_equal_one_device(partition: P) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight, cotangent = (
+        torch.randn(shape, dtype=torch.complex128, generator=generator).requires_grad_()
+        for shape in ((2, 4), (4,), (2, 4))
+    )
+    expected = F.rms_norm(x, (4,), weight)
+    pair = fs.shard(x, Mesh(x=2), partition)
+    y = fs.unshard(fs.on_pairs(F.rms_norm, mode="auto")(pair, (4,), weight))
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(y, (x, weight), cotangent),
+        torch.autograd.grad(expected, (x, weight), cotangent),
+    )
