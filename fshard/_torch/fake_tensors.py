@@ -6,8 +6,8 @@ Modules of PyTorch that trace are imported in functions: the import takes a seco
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ __all__ = [
     "FakeTensor", "FakeTensorMode", "FunctionalTensor", "depends_on_inputs", "from_functional",
     "functional_mode", "is_recording", "is_recording_below_autograd",
     "recording_differentiably", "shares_memory", "sync_functional", "to_functional",
+    "without_cudnn",
 ]  # fmt: skip
 
 FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
@@ -106,3 +107,18 @@ def sync_functional(x: Any) -> None:
     from torch._functorch._aot_autograd.functional_utils import sync_functional_tensor
 
     sync_functional_tensor(x)
+
+
+@contextmanager
+def without_cudnn() -> Iterator[None]:
+    """Run PyTorch's operations in place of cuDNN's own, as traces on the CPU do.
+
+    cuDNN's batch norm writes running statistics, which its schema does not declare, and its
+    recurrent networks are one operation.
+    """
+    before = torch._C._get_cudnn_enabled()
+    torch._C._set_cudnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_cudnn_enabled(before)

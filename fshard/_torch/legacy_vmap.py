@@ -23,6 +23,18 @@ def nesting_level() -> int:
     return level
 
 
+def batch_level(xs: Tensors) -> int:
+    """Return the highest level of the batches of `xs`, 0 without one.
+
+    It is not `nesting_level()`: backward functions on other devices run in threads without one.
+    """
+    level = 0
+    while any(map(is_legacy_batched, xs)):
+        level += 1
+        xs = [torch._remove_batch_dim(x, level, 1, 0) for x in xs]
+    return level
+
+
 def unwrap(xs: Tensors, level: int, dim: int) -> tuple[int, tuple[torch.Tensor, ...]]:
     """Return the batch size of a level (1 without a batch) and `xs` with the batch as dim `dim`."""
     n = max(torch._remove_batch_dim(x, level, 1, 0).shape[0] for x in xs)
@@ -31,9 +43,7 @@ def unwrap(xs: Tensors, level: int, dim: int) -> tuple[int, tuple[torch.Tensor, 
 
 def map_batch_dims(function: Callable[[Tensors], Tensors], xs: Tensors) -> tuple[torch.Tensor, ...]:
     """Return `function(xs)`, batches passed as leading dims, which `function` must keep."""
-    if not any(map(is_legacy_batched, xs)):
-        return tuple(function(xs))
-    return _map_dims(function, xs, nesting_level())
+    return _map_dims(function, xs, batch_level(xs))
 
 
 def _map_dims(
@@ -50,9 +60,7 @@ def map_batch_elements(
     function: Callable[[Tensors], Sequence[torch.Tensor | None]], xs: Tensors
 ) -> tuple[torch.Tensor | None, ...]:
     """Return `function(xs)`, called once for every element of the batches; results are stacked."""
-    if not any(map(is_legacy_batched, xs)):
-        return tuple(function(xs))
-    return _map_elements(function, xs, nesting_level())
+    return _map_elements(function, xs, batch_level(xs))
 
 
 def _map_elements(

@@ -26,6 +26,7 @@ class ThreadSettings:
         function_modes: function modes, outermost first; the default device is one.
         dispatch_modes: dispatch modes, outermost first; fake tensors and flop counters are such.
         legacy_vmap_level: nested batches of `torch.autograd.grad(is_grads_batched=True)`.
+        stream: CUDA stream, None if CUDA is not in use.
         num_threads: threads of an operation.
     """
 
@@ -35,6 +36,7 @@ class ThreadSettings:
     function_modes: tuple[Any, ...]
     dispatch_modes: tuple[Any, ...]
     legacy_vmap_level: int
+    stream: torch.cuda.Stream | None
     num_threads: int
 
     @staticmethod
@@ -52,6 +54,7 @@ class ThreadSettings:
             tuple(modes.function_modes()),
             tuple(modes.dispatch_modes()),
             nesting_level(),
+            torch.cuda.current_stream() if torch.cuda.is_initialized() else None,
             torch.get_num_threads(),
         )
 
@@ -65,6 +68,10 @@ class ThreadSettings:
             # The last bits of a sum depend on the number of threads.
             if torch.get_num_threads() != self.num_threads:
                 torch.set_num_threads(self.num_threads)
+            if self.stream is not None:
+                stack.enter_context(torch.cuda.stream(self.stream))
+                if not torch.cuda.is_current_stream_capturing():
+                    self.stream.query()  # gives a new thread a CUDA context: cuBLAS warns without
             # Backward must run in the rank's own thread, where its collectives meet other ranks'.
             torch._C._set_multithreading_enabled(False)
             stack.enter_context(self.autocasting())

@@ -18,7 +18,7 @@ from fshard.layout.validation import as_ints
 from fshard.ops.prng.draw_ops import DRAW_OPS, FLOAT_BITS, INTEGER_DTYPES, SIGNED_DTYPES
 from fshard.ops.trace.trace import check_untraced
 from fshard.random.keys import key_problems
-from fshard.run.creation import create_pair
+from fshard.run.creation import create_pair, default_device
 
 Target = Spec | torch.Tensor | Sequence[int] | int
 """Argument of a draw: a spec, a tensor to match in shape, dtype and layout, or a shape."""
@@ -416,7 +416,7 @@ class DrawTarget:
         device = self.device
         if device is None and like is None and key.device.type == "cpu":
             # Operations ignore the default device of a mode, and would take the key's device.
-            default = torch.empty(0).device
+            default = default_device()
             device = default if default.type != "cpu" else None
         factory = {"dtype": self.dtype, "device": device}
         if isinstance(self.target, Spec):

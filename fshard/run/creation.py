@@ -21,7 +21,8 @@ from fshard.program.program import Program
 from fshard.program.steps import AllSlice, Step
 from fshard.run.execute import run_typed_hook
 from fshard.run.global_tensors import shard_program
-from fshard.run.transports.base import current_rank, current_transport, warn_alone
+from fshard.run.transports.base import current_rank, current_transport, own_transport, warn_alone
+from fshard.run.transports.torch_distributed import ProcessWorld
 
 Offsets = tuple[int, ...]
 Shape = tuple[int, ...]
@@ -60,6 +61,14 @@ def create_pair(where: str, spec: Spec, seed: torch.Tensor, create: CreateShard)
 
     result: Sharded = run_typed_hook.call(where, seed, seed_spec, spec, run)
     return result
+
+
+def default_device() -> torch.device:
+    """Return PyTorch's default device or, if that is the CPU, the one of this process's backend."""
+    device, world = torch.empty(0).device, own_transport()
+    if device.type == "cpu" and isinstance(world, ProcessWorld):
+        return world.device
+    return device
 
 
 def rank_on_mesh(mesh: Mesh, where: str) -> int:

@@ -33,6 +33,7 @@ from fshard.run.interpreter import launch, program_label, ranks_of
 from fshard.run.transports.base import (
     LABEL,
     Transport,
+    check_device,
     current_rank,
     current_transport,
     direct_transport,
@@ -287,6 +288,8 @@ def check_local_input(prog: Program, local: torch.Tensor, transport: Transport, 
     """Raise `ShardingError` unless `local` is a valid argument of a program on this rank."""
     src, rank = prog.src, transport.rank
     check_local(local, src, transport, where)
+    if not prog.is_local:
+        check_device(local.device, transport, where)
     if rank in src.mesh or rank not in ranks_of(prog):
         return
     if local.shape != (0,) or local.dtype != src.dtype:
@@ -303,10 +306,6 @@ def check_local(local: torch.Tensor, spec: Spec, transport: Transport, where: st
     expected = spec.local_shape(transport.rank)
     if local.shape != expected or local.dtype != spec.dtype:
         raise_if(where, [_mismatch(local.shape, local.dtype, spec, [transport.rank])])
-    if not transport.accepts(local.device):
-        fail(where, f"on rank {transport.rank} a local on {local.device}",
-             "its device must be one that a process group has a backend for",
-             "move it with .to(...)")  # fmt: skip
 
 
 def check_shards(local: Any, spec: Spec, where: str) -> tuple[torch.Tensor, ...]:

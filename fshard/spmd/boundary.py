@@ -25,7 +25,7 @@ from fshard.run.autograd.replicate import CotangentCheck, compare_values
 from fshard.run.execute import check_local, check_shards
 from fshard.run.global_tensors import check_sharding, shard, shard_blocks, shards_of
 from fshard.run.graphs.blocks import block_shape
-from fshard.run.transports.base import Label, Transport, labelled
+from fshard.run.transports.base import Label, Transport, check_device, labelled
 from fshard.spmd.in_specs import Argument, DimSpec, PathSpec
 from fshard.spmd.mesh_scope import Scope
 from fshard.spmd.types import UNSEEN, format_axes
@@ -248,6 +248,7 @@ def _plan_pair(
         check_shards(local, spec, where)
     else:
         check_local(local, spec, transport, where)
+        check_device(local.device, transport, where)
     return target, prog
 
 

@@ -18,7 +18,7 @@ from fshard.layout.sharded import Pair, Sharded
 from fshard.layout.spec import Spec
 from fshard.layout.tree import is_pair
 from fshard.ops.trace.trace import check_untraced
-from fshard.run.creation import Offsets, Shape, create_pair
+from fshard.run.creation import Offsets, Shape, create_pair, default_device
 
 Device = torch.device | str | None
 
@@ -28,7 +28,8 @@ def zeros(spec: Spec, /, *, device: Device = None, requires_grad: bool = False) 
 
     Args:
         spec: layout, global shape and dtype of the result.
-        device: device of the locals; PyTorch's default device by default.
+        device: device of the locals; by default PyTorch's or, if that is the CPU, the one of
+            `fs.init`'s backend.
         requires_grad: whether autograd records operations on the locals, which are leaves.
 
     Returns:
@@ -50,7 +51,8 @@ def ones(spec: Spec, /, *, device: Device = None, requires_grad: bool = False) -
 
     Args:
         spec: layout, global shape and dtype of the result.
-        device: device of the locals; PyTorch's default device by default.
+        device: device of the locals; by default PyTorch's or, if that is the CPU, the one of
+            `fs.init`'s backend.
         requires_grad: whether autograd records operations on the locals, which are leaves.
 
     Returns:
@@ -75,7 +77,8 @@ def full(
     Args:
         spec: layout, global shape and dtype of the result.
         fill_value: the value of all elements, a number.
-        device: device of the locals; PyTorch's default device by default.
+        device: device of the locals; by default PyTorch's or, if that is the CPU, the one of
+            `fs.init`'s backend.
         requires_grad: whether autograd records operations on the locals, which are leaves.
 
     Returns:
@@ -102,7 +105,8 @@ def empty(spec: Spec, /, *, device: Device = None, requires_grad: bool = False) 
     Args:
         spec: layout, global shape and dtype of the result. Replicas, too, have arbitrary values:
             write the same to all of them.
-        device: device of the locals; PyTorch's default device by default.
+        device: device of the locals; by default PyTorch's or, if that is the CPU, the one of
+            `fs.init`'s backend.
         requires_grad: whether autograd records operations on the locals, which are leaves.
 
     Returns:
@@ -141,7 +145,8 @@ def arange(
         spec: layout, size and dtype of the result; it has one dim.
         start: the first element.
         step: the difference of neighbours.
-        device: device of the locals; PyTorch's default device by default.
+        device: device of the locals; by default PyTorch's or, if that is the CPU, the one of
+            `fs.init`'s backend.
         requires_grad: whether autograd records operations on the locals, which are leaves.
 
     Returns:
@@ -182,7 +187,8 @@ def eye(spec: Spec, /, *, device: Device = None, requires_grad: bool = False) ->
     Args:
         spec: layout, shape and dtype of the result, `(rows, columns)`. Dims before these two are
             batch dims.
-        device: device of the locals; PyTorch's default device by default.
+        device: device of the locals; by default PyTorch's or, if that is the CPU, the one of
+            `fs.init`'s backend.
         requires_grad: whether autograd records operations on the locals, which are leaves.
 
     Returns:
@@ -214,7 +220,8 @@ def tril(
         spec: layout, shape and dtype of the result, `(rows, columns)`. Dims before these two are
             batch dims.
         diagonal: the diagonal, 0 for the main one, positive above it.
-        device: device of the locals; PyTorch's default device by default.
+        device: device of the locals; by default PyTorch's or, if that is the CPU, the one of
+            `fs.init`'s backend.
         requires_grad: whether autograd records operations on the locals, which are leaves.
 
     Returns:
@@ -244,7 +251,8 @@ def triu(
         spec: layout, shape and dtype of the result, `(rows, columns)`. Dims before these two are
             batch dims.
         diagonal: the diagonal, 0 for the main one, positive above it.
-        device: device of the locals; PyTorch's default device by default.
+        device: device of the locals; by default PyTorch's or, if that is the CPU, the one of
+            `fs.init`'s backend.
         requires_grad: whether autograd records operations on the locals, which are leaves.
 
     Returns:
@@ -379,6 +387,13 @@ CreateLocal = Callable[[Offsets, Shape, Device], torch.Tensor]
 """Function of a shard's offsets, shape and device to the shard."""
 
 
+def device_of(pair: Any) -> torch.device | None:
+    """Return the device of a pair's locals, None if it has none."""
+    local, _ = pair
+    first = local if isinstance(local, torch.Tensor) else next(iter(local or ()), None)
+    return None if first is None else first.device
+
+
 def _layout_of(
     where: str, pair: Any, dtype: torch.dtype | None
 ) -> tuple[Spec, torch.device | None]:
@@ -386,11 +401,10 @@ def _layout_of(
     if not is_pair(pair):
         fail(where, f"a {type(pair).__name__}", "the argument must be a pair (local, spec)",
              f"fs.{where[3:-5]}(spec) of a Spec")  # fmt: skip
-    local, spec = pair
-    first = local if isinstance(local, torch.Tensor) else next(iter(local or ()), None)
+    _, spec = pair
     return (
         spec if dtype is None else spec.replace(dtype=dtype),
-        None if first is None else first.device,
+        device_of(pair),
     )
 
 
@@ -411,7 +425,7 @@ def _create(
     where: str, spec: Spec, device: Device, requires_grad: bool, create: CreateLocal
 ) -> Sharded:
     """Return the pair of the shards that `create` returns."""
-    seed = torch.empty(0, device=device)
+    seed = torch.empty(0, device=default_device() if device is None else device)
 
     def create_shard(seed: torch.Tensor, offsets: Offsets, shape: Shape) -> torch.Tensor:
         return create(offsets, shape, seed.device)

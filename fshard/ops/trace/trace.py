@@ -28,6 +28,7 @@ from fshard._torch.fake_tensors import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    without_cudnn,
 )
 from fshard._torch.functorch import transform_level, without_transforms
 from fshard._torch.memory import innermost
@@ -228,7 +229,10 @@ def _trace(
     symbolic = SymbolicNumbers(numbers) if numbers else None
     symbols, env = (symbolic.symbols, symbolic.env) if symbolic else ((), None)
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
-    with fake_mode, _deeper(), without_fake_tensor_logs(), compiled_functions_inlined():
+    with (
+        fake_mode, _deeper(), without_fake_tensor_logs(), compiled_functions_inlined(),
+        without_cudnn(),
+    ):  # fmt: skip
         fakes = [torch.empty(meta.shape, dtype=meta.dtype, device=device)
                  for meta, device in itertools.zip_longest(metas, devices)]  # fmt: skip
         if not above:

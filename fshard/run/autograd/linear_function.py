@@ -26,7 +26,7 @@ from fshard._torch.functorch import (
     set_forward_mode,
     with_batch_at,
 )
-from fshard._torch.legacy_vmap import is_legacy_batched, nesting_level, unwrap
+from fshard._torch.legacy_vmap import batch_level, is_legacy_batched, unwrap
 from fshard._torch.modes import without_dispatch_modes
 from fshard._torch.symbolic_numbers import has_symbolic_sizes
 from fshard._util.cache import CACHE_SIZE
@@ -349,7 +349,7 @@ def apply_linear(
         launched: the operation already started on `xs`, if it is.
     """
     if any(map(is_legacy_batched, xs)):
-        return _apply_batched(op, xs, on_shards, nesting_level())
+        return _apply_batched(op, xs, on_shards, batch_level(xs))
     if is_differentiated(*xs):
         outputs: Tensors = apply_function(_Apply, op, on_shards, launched, *xs)
         return outputs

@@ -118,6 +118,14 @@ def direct_transport() -> Transport | None:
     return _WORLD[0]
 
 
+def check_device(device: torch.device, transport: Transport, where: str) -> None:
+    """Raise `ShardingError` unless a transport can send tensors on `device`."""
+    if not transport.accepts(device):
+        fail(where, f"on rank {transport.rank} a local on {device}",
+             "its device must be one that a process group has a backend for",
+             "move it with .to(...)")  # fmt: skip
+
+
 @lru_cache(maxsize=1)
 def warn_alone() -> None:
     """Warn once if processes of `torchrun` simulate all ranks because `fs.init` is missing."""

@@ -407,10 +407,13 @@ def _sent_pieces(
 def own_result(results: dict[int, torch.Tensor], rank: int, op: str) -> torch.Tensor:
     """Remove a rank's result from `results` and return it, in memory of its own once it is written.
 
-    Ranks with the same tensor get lazy copies of it; the last of them needs none.
+    Ranks with the same tensor get copies of it, the last of them needs none. They are lazy on the
+    CPU only: on other devices, foreach and fused kernels write without copying first.
     """
     result = results.pop(rank)
-    return lazy_clone(result) if results and op in SAME_RESULT else result
+    if not results or op not in SAME_RESULT:
+        return result
+    return lazy_clone(result) if result.device.type == "cpu" else result.clone()
 
 
 def run_ranks(

@@ -43,6 +43,7 @@ from fshard.run.transports.base import (
     Group,
     Label,
     Parts,
+    check_device,
     check_group,
     own_transport,
     set_world,
@@ -136,8 +137,14 @@ class ProcessWorld:
         """Return True if tensors on `device` can be sent."""
         return device.type in self.backends
 
+    def _check_device(self, x: torch.Tensor, op: str) -> None:
+        if not x.is_meta:  # those are recorded
+            label = LABEL.get()
+            check_device(x.device, self, label.name if label else op)
+
     def all_gather(self, x: torch.Tensor, group: Group) -> Callable[[], Parts]:
         """Gather `x` of all ranks of `group`."""
+        self._check_device(x, "all_gather")
         n, gloo = len(group), self._is_gloo()
         if gloo and n == 2:
             other, is_first = self._swap(x, group, "all_gather"), group[0] == self.process_rank
@@ -163,6 +170,7 @@ class ProcessWorld:
         self, x: torch.Tensor, reduction: str, group: Group, *, owned: bool = False
     ) -> Finish:
         """Reduce `x` over the ranks of `group`, with `owned` in place if it is contiguous."""
+        self._check_device(x, "all_reduce")
         if reduction == "avg" and not self._averages(x.dtype):
             value, narrow = as_number(x, reduction)
             total = self.all_reduce(value, "sum", group, owned=owned)
@@ -191,6 +199,7 @@ class ProcessWorld:
 
     def reduce_scatter(self, x: torch.Tensor, reduction: str, group: Group) -> Finish:
         """Reduce row i of `x` over `group`, for the rank at index i."""
+        self._check_device(x, "reduce_scatter")
         if reduction == "avg" and not self._averages(x.dtype):
             value, narrow = as_number(x, reduction)
             total = self.reduce_scatter(value, "sum", group)
@@ -227,6 +236,7 @@ class ProcessWorld:
         self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: Group, op: str
     ) -> Finish:
         """Launch an all-to-all, which may stand for another collective `op` in errors."""
+        self._check_device(x, op)
         name, order = self._group(group, op)
         if order is not None:
             # The process group is in rank order: pieces are put in that order, results back.

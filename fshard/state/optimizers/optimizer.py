@@ -28,7 +28,7 @@ from fshard.layout.tree import (
     unflatten,
 )
 from fshard.run.global_tensors import shard
-from fshard.state.factories import zeros
+from fshard.state.factories import device_of, zeros
 from fshard.state.local_updates import map_locals
 from fshard.state.parameters import by_leaf, reshard_pairs
 
@@ -85,10 +85,14 @@ class Optimizer:
         specs = [leaf.spec if isinstance(leaf, Sharded) else leaf for leaf in leaves]
         _check_pairs(where, params, specs, Spec)
         slots = [self.slots(spec) for spec in self._layouts(where, params, specs)]
+        devices = [device_of(leaf) if isinstance(leaf, Sharded) else None for leaf in leaves]
         mesh = specs[0].mesh
         state: dict[str, Any] = {"step": shard(torch.zeros((), dtype=torch.int64), mesh, _P)}
         for name in slots[0]:
-            created = [None if (spec := slot[name]) is None else zeros(spec) for slot in slots]
+            created = [
+                None if (spec := slot[name]) is None else zeros(spec, device=device)
+                for slot, device in zip(slots, devices, strict=True)
+            ]
             state[name] = unflatten(treedef, created)
         return state
 
