@@ -572,3 +572,14 @@ def test_a_layout_that_does_not_fit_names_its_leaf(tmp_path: Path) -> None:
     fs.state.save(tmp_path, {"w": torch.ones(4), "step": torch.tensor(1)})
     with pytest.raises(fs.ShardingError, match=r"given: step: P\('x'\) with 1 entries"):
         fs.state.load(tmp_path, P("x"), mesh=Mesh(x=2))
+
+
+def test_the_directory_comes_first(tmp_path: Path) -> None:
+    tree: Any = {"w": torch.ones(2)}
+    calls: list[Callable[[], Any]] = [
+        lambda: fs.state.save(tree, tmp_path), lambda: fs.state.load(tree, tmp_path),
+        lambda: fs.state.verify(tree),
+    ]  # fmt: skip
+    for call, name in zip(calls, ("save(directory, tree)", "load(directory", "verify("), strict=True):
+        with pytest.raises(fs.ShardingError, match=re.escape(f"fix:   fs.state.{name}")):
+            call()

@@ -395,13 +395,14 @@ def _sent_pieces(
         pieces = torch.stack(list(inputs)).unflatten(1, (n, first[0])).transpose(0, 1)
         copies: Any = torch.unbind_copy(pieces)  # type: ignore[func-returns-value]
         return [rows.flatten(0, 1) for rows in copies]
-    received: list[list[torch.Tensor]] = [[x[:0]] for x in inputs]
+    received: list[list[torch.Tensor]] = [[] for _ in inputs]
     for x, send in zip(inputs, sends, strict=True):
         starts = itertools.accumulate(send, initial=0)
         for parts, start, size in zip(received, starts, send, strict=False):
             if size:
                 parts.append(x.narrow(0, start, size))
-    return [torch.cat(parts) for parts in received]
+    # A rank outside of the source may be on another device, with an empty tensor.
+    return [torch.cat(parts) if parts else x[:0] for parts, x in zip(received, inputs, strict=True)]
 
 
 def own_result(results: dict[int, torch.Tensor], rank: int, op: str) -> torch.Tensor:

@@ -6,6 +6,7 @@ Nothing in it is executed, and its file names cannot leave the directory of the 
 from __future__ import annotations
 
 import json
+import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -230,3 +231,11 @@ def _foreign_keys(name: str, node: Any) -> Iterator[tuple[str, Any]]:
         if is_dict and not isinstance(key, str):
             yield path, key
         yield from _foreign_keys(path, child)
+
+
+def directory_path(where: str, directory: Any, call: str) -> Path:
+    """Return a directory's path; raise `ShardingError` if it is no path, as after `torch.save`."""
+    if not isinstance(directory, str | os.PathLike):
+        fail(where, f"a {type(directory).__name__} as the first argument",
+             "the directory must be a str or a Path", call)  # fmt: skip
+    return Path(directory)

@@ -31,6 +31,7 @@ from fshard.state.checkpoints.checkpoint_index import (
     StoredShard,
     StoredTensor,
     check_file_name,
+    directory_path,
 )
 from fshard.state.checkpoints.dcp_files import METADATA, open_dcp
 from fshard.state.checkpoints.shard_files import check_files
@@ -86,7 +87,7 @@ def load(
             [3., 4.]]), tensor([[2.],
             [5.]]))
     """
-    root = Path(directory)
+    root = directory_path(WHERE, directory, f"{WHERE}(directory, specs)")
     index, reader = _open(root)
     stored = index.tree
     check_files(reader.directory, index.files, WHERE)
@@ -121,7 +122,7 @@ def verify(directory: str | Path, /) -> None:
     ...     _ = fs.state.save(directory, {"w": torch.ones(2)})
     ...     fs.state.verify(directory)
     """
-    index, reader = _open(Path(directory))
+    index, reader = _open(directory_path("fs.state.verify", directory, "fs.state.verify(directory)"))
     check_files(reader.directory, index.files, WHERE)
     with reader:
         for tensor in index.tensors:

@@ -36,6 +36,7 @@ from fshard.state.checkpoints.checkpoint_index import (
     StoredShard,
     StoredTensor,
     check_names,
+    directory_path,
 )
 from fshard.state.checkpoints.save_plan import SavePlan, check_reduced
 from fshard.state.checkpoints.shard_files import (
@@ -89,6 +90,7 @@ def save(
     >>> state["x"].local[2], state["step"]
     (tensor([0., 1., 2., 3.]), 3)
     """
+    root = directory_path(WHERE, directory, f"{WHERE}(directory, tree)")
     safetensors(WHERE)
     leaves, names = flatten(tree)[0], leaf_names(tree)
     check_names(WHERE, tree, names, leaves)
@@ -100,7 +102,6 @@ def save(
     by_leaf(WHERE, tree, _check_tensor, leaves)
     plan = SavePlan.of(leaves, getattr(transport, "all_ranks", None))
     own = plan.ranks if transport is None else (transport.rank,)
-    root = Path(directory)
     save_id = _agree_on_id(root, plan.ranks, None if transport is None else transport.rank)
     stored = [
         StoredTensor(name, tuple(leaf.shape), leaf.dtype, tuple(

@@ -45,17 +45,17 @@ class _LocalEmbedding(LocalRewrite):
     """Lookup of a sharded weight's rows; the padding row counts on the rank that holds it."""
 
     def call(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> LocalCall | None:
-        """Return the lookup itself if this rank holds all rows."""
-        is_unsharded = dim_shard(ctx, 0, 0).is_unsharded
-        return (op, tuple(args), dict(kwargs)) if is_unsharded else None
+        """Return the lookup itself if this rank holds all rows, and some of their width."""
+        is_whole = dim_shard(ctx, 0, 0).is_unsharded and ctx.shape()[-1] > 0
+        return (op, tuple(args), dict(kwargs)) if is_whole else None
 
     def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
         """Look up this rank's rows; other ranks' rows are zeros."""
         shard, padding = dim_shard(ctx, 0, 0), argument(op, args, kwargs, "padding_idx")
+        if shard.is_empty or not ctx.shape()[-1]:  # CUDA's gradient of a width of 0 is a fault
+            return argument(op, args, kwargs, "weight").new_zeros(ctx.shape())
         if shard.is_unsharded:
             return op(*args, **kwargs)
-        if shard.is_empty:
-            return argument(op, args, kwargs, "weight").new_zeros(ctx.shape())
         holds_padding = shard.begin <= padding < shard.end
         _, args, kwargs = with_argument(op, args, kwargs, "padding_idx",
                                         padding - shard.begin if holds_padding else -1)  # fmt: skip

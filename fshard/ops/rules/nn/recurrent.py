@@ -36,10 +36,24 @@ def layers(call: OpCall) -> Rule:
     return Rule((rows, *(state,) * states, *weights), (rows, *(state,) * states), local=ShardCall())
 
 
-@register_rule("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
+@register_rule("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell",
+               "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell")  # fmt: skip
 def cell(call: OpCall) -> Rule:
-    """Rule of one step."""
-    states = 3 if schema_of(call.op).name == "aten::lstm_cell" else 2
+    """Rule of one step; on GPUs it is one operation of both products and the state."""
+    name = schema_of(call.op).name
+    states = 3 if name == "aten::lstm_cell" or "fused" in name else 2
     rows: Dims = (("n",), ())
     weights = [no_factors(meta) for meta in call.operands[states:]]
     return Rule((*(rows,) * states, *weights), (rows,) * len(call.results), local=ShardCall())
+
+
+@register_rule("_thnn_fused_lstm_cell_backward_impl", "_thnn_fused_gru_cell_backward")
+def fused_cell_backward(call: OpCall) -> Rule:
+    """Rule of the gradients of a step on GPUs; those of biases are sums over the batch."""
+    rows: Dims = (("n",), ())
+    results = tuple(
+        None if meta is None else rows if meta.ndim == 2 else no_factors(meta)
+        for meta in call.results
+    )
+    sums = (("n", "sum"),) if any(dims == ((),) for dims in results) else ()
+    return Rule((rows,) * len(call.operands), results, sums, modes=(), local=ShardCall())
