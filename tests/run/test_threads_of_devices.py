@@ -70,7 +70,6 @@ def test_traces_have_no_operations_of_cudnn() -> None:
             return x * 2
 
     before = torch.backends.cudnn.enabled
-    module = Reads()
-    fs.partition(lambda x: module(x), mesh=MESH, in_specs=P("x")).trace(torch.ones(4))
+    fs.partition(Reads(), mesh=MESH, in_specs=P("x")).trace({}, torch.ones(4))
     assert enabled == [False]
     assert torch.backends.cudnn.enabled == before

@@ -38,7 +38,7 @@ from fshard.state.checkpoints.shard_files import check_files
 from fshard.state.checkpoints.shard_reader import ShardReader
 from fshard.state.parameters import are_rules, by_leaf, match_rules
 
-WHERE = "fs.state.load"
+WHERE, VERIFY = "fs.state.load", "fs.state.verify"
 
 
 def load(
@@ -122,7 +122,7 @@ def verify(directory: str | Path, /) -> None:
     ...     _ = fs.state.save(directory, {"w": torch.ones(2)})
     ...     fs.state.verify(directory)
     """
-    index, reader = _open(directory_path("fs.state.verify", directory, "fs.state.verify(directory)"))
+    index, reader = _open(directory_path(VERIFY, directory, f"{VERIFY}(directory)"))
     check_files(reader.directory, index.files, WHERE)
     with reader:
         for tensor in index.tensors:
