@@ -1,4 +1,4 @@
-"""Reductions of every dtype; dtypes that backends or kernels cannot reduce are converted."""
+"""Dtypes and shapes that are sent: those that backends cannot send or reduce are converted."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from fshard._torch.fake_tensors import is_recording_below_autograd
+from fshard._torch.memory import materialized
 
 NATIVE = {
     torch.float64, torch.float32, torch.float16, torch.bfloat16,
@@ -134,3 +135,28 @@ def neutral_like(x: torch.Tensor, kind: str, shape: tuple[int, ...] | None = Non
         info = torch.iinfo(x.dtype)
         value = info.min if kind == "max" else info.max
     return x.new_full(x.shape if shape is None else shape, value)
+
+
+def wire_item(dtype: torch.dtype) -> int:
+    """Return the number of elements that are sent for one of a dtype."""
+    return 1 if dtype in NATIVE else dtype.itemsize
+
+
+def as_bytes(flat: torch.Tensor) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+    """Return a tensor of a dtype that every backend sends, and the function back."""
+    flat = materialized(flat)
+    if flat.dtype in NATIVE:
+        return flat, lambda out: out
+    dtype = flat.dtype
+    return flat.view(torch.uint8), lambda out: out.view(dtype)
+
+
+def merge_leading(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Merge the dims up to the first one from `dim` on whose size is not 1.
+
+    Callers mostly have `x` in that shape already, and need the result in the one that follows.
+    """
+    if x.ndim > dim and x.shape[dim] != 1:
+        return x.flatten(0, dim) if dim else x
+    last = next((i for i, size in enumerate(x.shape) if i >= dim and size != 1), x.ndim - 1)
+    return x.flatten(0, last) if x.ndim else x.reshape(1)

@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 
 from fshard._torch.fake_tensors import is_recording_below_autograd
-from fshard._torch.memory import materialized
 from fshard._torch.process_groups import (
     TCPStore,
     call_below_autograd,
@@ -53,7 +52,16 @@ from fshard.run.transports.collective_batches import register_batch_rules
 from fshard.run.transports.divergence_report import lost
 from fshard.run.transports.process_end import Listener
 from fshard.run.transports.rank_threads import WAITING, start_waiting
-from fshard.run.transports.reduce_dtypes import NATIVE, REDUCE, as_number, over, reduce_into
+from fshard.run.transports.reduce_dtypes import (
+    NATIVE,
+    REDUCE,
+    as_bytes,
+    as_number,
+    merge_leading,
+    over,
+    reduce_into,
+    wire_item,
+)
 
 T = TypeVar("T")
 OPS: Any = torch.ops._c10d_functional
@@ -152,7 +160,7 @@ class ProcessWorld:
         if gloo and n * x.nbytes <= GATHER_BYTES:
             sizes = [x.numel()] * n
             return self._all_to_all(x.reshape(-1).repeat(n), sizes, sizes, group, "all_gather")
-        flat, restore = _as_bytes(_merge_leading(x, 0) if x.dtype in NATIVE else x.reshape(-1))
+        flat, restore = as_bytes(merge_leading(x, 0) if x.dtype in NATIVE else x.reshape(-1))
         name, order = self._group(group, "all_gather")
         label = LABEL.get()
         out = call_below_autograd(OPS.all_gather_into_tensor, flat, n, name)
@@ -220,7 +228,7 @@ class ProcessWorld:
         wire, restore = as_number(x, reduction)
         if order is not None:
             wire = torch.stack([wire[i] for i in _inverse(order)])
-        flat = _merge_leading(wire, 1).contiguous()
+        flat = merge_leading(wire, 1).contiguous()
         label = LABEL.get()
         out = call_below_autograd(OPS.reduce_scatter_tensor, flat, reduction, n, name)
         shape = x.shape[1:]
@@ -244,8 +252,8 @@ class ProcessWorld:
             pieces = x.split(list(send))
             x = torch.cat([pieces[i] for i in places])
             send, receive = [send[i] for i in places], [receive[i] for i in places]
-        wire, restore = _as_bytes(x.contiguous())
-        item = wire.numel() // x.numel() if x.numel() else _wire_item(x.dtype)
+        wire, restore = as_bytes(x.contiguous())
+        item = wire.numel() // x.numel() if x.numel() else wire_item(x.dtype)
         receive_sizes = list(receive)
         label = LABEL.get()
         sizes = [n * item for n in receive_sizes], [n * item for n in send]
@@ -314,17 +322,6 @@ def _inverse(order: Sequence[int]) -> list[int]:
     return [order.index(i) for i in range(len(order))]
 
 
-def _merge_leading(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """Merge the dims up to the first one from `dim` on whose size is not 1.
-
-    Callers mostly have `x` in that shape already, and need the result in the one that follows.
-    """
-    if x.ndim > dim and x.shape[dim] != 1:
-        return x.flatten(0, dim) if dim else x
-    last = next((i for i, size in enumerate(x.shape) if i >= dim and size != 1), x.ndim - 1)
-    return x.flatten(0, last) if x.ndim else x.reshape(1)
-
-
 def _blocking(wait: Callable[[], T]) -> T:
     """Return `wait()`, a call that other ranks must make too."""
     watched = BLOCKING.get()
@@ -337,19 +334,6 @@ def _wait(out: torch.Tensor, label: Label | None, op: str, group: Group) -> torc
         return result
     except RuntimeError as error:
         raise lost(error, label, op, group) from error
-
-
-def _wire_item(dtype: torch.dtype) -> int:
-    return 1 if dtype in NATIVE else dtype.itemsize
-
-
-def _as_bytes(flat: torch.Tensor) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
-    """Return a tensor of a dtype that every backend sends, and the function back."""
-    flat = materialized(flat)
-    if flat.dtype in NATIVE:
-        return flat, lambda out: out
-    dtype = flat.dtype
-    return flat.view(torch.uint8), lambda out: out.view(dtype)
 
 
 def init(
