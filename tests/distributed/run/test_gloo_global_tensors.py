@@ -347,8 +347,6 @@ def run_wrong_local(kind: str) -> None:
     prog = fs.redistribute(spec, spec.replace(partition=P("x")))
     wrong = {"shape": torch.zeros(4, 6), "dtype": torch.zeros(2, 3).double(),
              "device": torch.zeros(2, 3, device="meta")}  # fmt: skip
-    if kind == "shard":
-        fs.shard(torch.zeros(4, 6, device="meta"), spec)
     prog(wrong[kind])
 
 
@@ -358,7 +356,6 @@ def run_wrong_local(kind: str) -> None:
         ("shape", "on rank 0 (x=0, y=1) a local of shape (4, 6) and torch.float32"),
         ("dtype", "on rank 0 (x=0, y=1) a local of shape (2, 3) and torch.float64"),
         ("device", "on rank 0 a local on meta"),
-        ("shard", "on rank 0 a local on meta"),
     ],
 )
 def test_local_of_another_spec_is_refused(kind: str, text: str) -> None:
