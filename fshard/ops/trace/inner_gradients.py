@@ -84,7 +84,7 @@ class TraceMode(TorchFunctionMode):
 
     def __init__(self, where: str, requires_grad: Sequence[bool], *, outside: bool) -> None:
         super().__init__()
-        self.where, self.requires_grad = where, any(requires_grad)
+        self.where, self.needed, self.requires_grad = where, requires_grad, any(requires_grad)
         self.closures: list[torch.Tensor] = []
         self.outside = outside
 
@@ -153,8 +153,27 @@ class AboveAutograd(TraceMode):
         func, args, kwargs = with_known_sizes(func, args, kwargs or {}, self.read)
         out = _REPLACED.get(func, func)(*as_traced(func, args), **kwargs)
         if func == torch.Tensor.requires_grad.__get__ and not out:  # type: ignore[attr-defined]
-            return self.requires_grad and torch.is_grad_enabled() and is_inexact(args[0])
+            return torch.is_grad_enabled() and is_inexact(args[0]) and self._reaches(args[0])
         return out
+
+    def _reaches(self, x: torch.Tensor) -> bool:
+        """Return True if gradients of a tensor reach a requested or a closed-over one."""
+        node = _node_of(x)
+        if node is None:
+            return False
+        nodes, closed_over = _tracked_nodes(node.graph), _closed_over()
+        needed = dict(zip(node.graph.find_nodes(op="placeholder"), self.needed, strict=False))
+        seen, todo = set[fx.Node](), [node]
+        while todo:
+            node = todo.pop()
+            if node in seen or node not in nodes:
+                continue
+            seen.add(node)
+            todo += node.all_input_nodes
+            is_closed = node.op == "get_attr" and closed_over(str(node.target)).requires_grad
+            if needed.get(node, False) or is_closed:
+                return True
+        return False
 
 
 def _requires(requires_grad: bool = True) -> bool:
@@ -235,6 +254,17 @@ class SavedTensors(DispatchMode):
 
 
 _DETACH = torch.ops.aten.detach.default
+
+
+def _tracked_nodes(graph: fx.Graph) -> set[fx.Node]:
+    """Return the nodes that pass gradients on: inputs, and what neither detaches nor is no_grad."""
+    tracks, nodes = True, set()
+    for node in graph.nodes:
+        if node.target == torch._C._set_grad_enabled:
+            (tracks,) = node.args
+        elif node.op != "call_function" or (tracks and node.target != _DETACH):
+            nodes.add(node)
+    return nodes
 
 
 def _closed_over() -> Callable[[str], torch.Tensor]:

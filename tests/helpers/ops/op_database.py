@@ -133,6 +133,9 @@ def _case(op: Any, dtype: torch.dtype, number: int, sample: Any) -> Case:
         return _with(result, reason="sparse tensors")
     if op.name == "linalg.lstsq" and any(item.is_complex() for item in tensors):
         return _with(result, reason="PyTorch has other residuals in a dispatch mode")
+    if op.name == "logcumsumexp" and dtype.itemsize == 2 and tensors[0].abs().max() > 1000:
+        # 10,000 + log(2) is 10,000 there, so that the gradient depends on the order of sums.
+        return _with(result, reason="steps of the dtype above 1")
     try:
         expected, *again = (_seeded(function, tensors, seed) for seed in SEEDS)
     except Exception as error:

@@ -421,3 +421,27 @@ def test_a_pruned_weight_is_updated_through_its_data() -> None:
     for _ in range(2):
         torch.testing.assert_close(part(ws[0], x), step(ws[1], x))
         torch.testing.assert_close(*ws)
+
+
+# -- x.requires_grad ------------------------------------------------------------------------------
+
+
+def reads_requires_grad(rows: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """Sum rows, times a number with one digit for each tensor that requires grad."""
+    y, z = rows["a"] * 2, rows["b"] * 3
+    with torch.no_grad():
+        under_no_grad = z * 2
+    read = (y, z, y + z, (y + z).detach(), z.long(), under_no_grad, x, x * CLOSED)
+    digits = sum(10**i * int(tensor.requires_grad) for i, tensor in enumerate(read))
+    return x.sum() * digits + y.sum() + z.sum()
+
+
+CLOSED = torch.ones(2, requires_grad=True)
+
+
+@pytest.mark.parametrize("tracked", ["", "a", "b", "ab"])
+def test_requires_grad_is_that_of_one_device(tracked: str) -> None:
+    """One argument's gradient does not make another's `requires_grad` true."""
+    rows = {key: torch.ones(2, requires_grad=key in tracked) for key in "ab"}
+    part = fs.partition(reads_requires_grad, mesh=fs.Mesh(x=2), in_specs=P())
+    assert part(rows, torch.ones(2)) == reads_requires_grad(rows, torch.ones(2))
