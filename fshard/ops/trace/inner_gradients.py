@@ -20,7 +20,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import BackwardHook
 
-from fshard._torch.autograd_state import GRAD_FN, graph_task_id, is_any_autocast_enabled
+from fshard._torch.autograd_state import (
+    GRAD_FN,
+    SET_GRAD_ENABLED,
+    graph_task_id,
+    is_any_autocast_enabled,
+)
 from fshard._torch.fake_tensors import FakeTensor
 from fshard._torch.functorch import (
     SingleLevelFunction,
@@ -260,7 +265,7 @@ def _tracked_nodes(graph: fx.Graph) -> set[fx.Node]:
     """Return the nodes that pass gradients on: inputs, and what neither detaches nor is no_grad."""
     tracks, nodes = True, set()
     for node in graph.nodes:
-        if node.target == torch._C._set_grad_enabled:
+        if node.target == SET_GRAD_ENABLED:
             (tracks,) = node.args
         elif node.op != "call_function" or (tracks and node.target != _DETACH):
             nodes.add(node)
