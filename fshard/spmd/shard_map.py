@@ -66,13 +66,17 @@ def shard_map(
     function closes over, a module's parameters for example, are differentiated as arguments with
     `P()`.
 
-    Values that the host reads off varying tensors (`if`, `.item()`) are allowed, on all ranks
-    alike: results that must be equal are then compared by value. If gradients are taken, ranks must
-    not take different branches, as a rank that has not used a parameter or the result of a
+    Values that the host reads off varying tensors (`if`, `.item()`) are allowed: once all ranks
+    have read some, results that must be equal are compared by value. If gradients are taken, ranks
+    must not take different branches, as a rank that has not used a parameter or the result of a
     collective does not take part in its backward pass: `torch.where` chooses between values, also
-    by `fs.axis_index`. Ranks raise for it: after such a read each gradient compares the collectives
-    of its graph, in one gather of 8 bytes. Under `torchrun` ranks wait until the timeout if only
-    some take a gradient, and gradients of `torch.func` in the body are not compared;
+    by `fs.axis_index`. Ranks raise for it: after such reads each gradient compares the collectives
+    of its graph, in one gather of 8 bytes. Under `torchrun` some ranks may also read alone, to
+    print a loss for example, and must not branch on it: nothing is compared, and gradients are
+    those without the read. Such a rank waits one second for the others, once for each line; ranks
+    that are later than that are compared from the next call on. A simulation refuses such a read
+    before results that must be equal. Under `torchrun` ranks wait until the timeout if only some
+    take a gradient, and gradients of `torch.func` in the body are not compared;
     `check="collectives"` names ranks that differ there. Types do not see text (`str(x)`),
     errors that some ranks catch, tensor hooks, other threads, and containers that other code
     changes. A simulation therefore compares all results and gradients that must be equal, up to

@@ -8,6 +8,7 @@ Each tensor has a state along every mesh axis (varying, invariant, reduced, unre
 - `insert_casts`: casts of operands that disagree.
 - `control_casts`: casts of values that depend on what the host has read.
 - `inner_autograd`: gradients taken in the body.
+- `read_agreement`: which ranks have read values, so that only these are compared.
 - `gradient_sums`: collectives of backward passes, compared between ranks that may have diverged.
 - `out_spec_check`: results against their out specs.
 - `typed_body`: types of arguments and results of a mapped function.

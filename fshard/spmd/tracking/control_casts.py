@@ -92,20 +92,24 @@ class LeaveControl:
     """Cast from control-dependent to varying along `axes`, and a control-dependent sum over `sums`.
 
     By the second rule they are each other's transposes. By the first one a cast is its own
-    transpose, and so is a sum.
+    transpose, and so is a sum. Along other axes invariant values are cast too, and summed: in one
+    collective, as on a rank that has not read.
     """
 
     mesh: Mesh
     axes: tuple[str, ...]
     sums: tuple[str, ...]
     agreed: AgreedAxes
+    cast: tuple[str, ...] = ()
+    summed: tuple[str, ...] = ()
 
     @property
     def T(self) -> LeaveControl:  # noqa: N802 - the mathematical name
         """Return the transpose by the rule that holds now."""
         cast_axes, _ = _split(self.axes, self.agreed)
         agreed_sums, sums = _split(self.sums, self.agreed)
-        return LeaveControl(self.mesh, agreed_sums, sums + cast_axes, self.agreed)
+        sums += cast_axes
+        return LeaveControl(self.mesh, agreed_sums, sums, self.agreed, self.summed, self.cast)
 
     def wider(self, n: int) -> LeaveControl:
         """Return the operation on tensors with a last dim of size `n` more."""
@@ -113,7 +117,7 @@ class LeaveControl:
 
     def launch(self, transport: Transport, xs: Tensors) -> FinishAll:
         """Start the sums of this rank's locals."""
-        return _launch_sums(self.mesh, self.sums, transport, xs)
+        return _launch_sums(self.mesh, tuple(sorted(self.sums + self.summed)), transport, xs)
 
 
 @dataclass(frozen=True, slots=True)

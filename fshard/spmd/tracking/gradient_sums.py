@@ -91,8 +91,10 @@ def _sends_backward(node: Any) -> bool:
     match None if op is None else op.T:
         case ProgramGroup(progs=progs):
             return any(not prog.is_local for prog in progs)
-        case ExitControl(sums=sums) | LeaveControl(sums=sums):
+        case ExitControl(sums=sums):
             return bool(sums)
+        case LeaveControl(sums=sums, summed=summed):
+            return bool(sums or summed)
         case EnterControl() | PickFirst():
             return False
     return True

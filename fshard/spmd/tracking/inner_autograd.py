@@ -27,6 +27,7 @@ from fshard.spmd.closure_inputs import graph_leaves
 from fshard.spmd.tracking.gradient_sums import inner_gradient_sums
 from fshard.spmd.tracking.insert_casts import join_operands, replace_tensors
 from fshard.spmd.tracking.out_spec_check import GRADIENTS, Promise, check_values, sums_problem
+from fshard.spmd.tracking.read_agreement import all_have_read
 from fshard.spmd.tracking.torch_effects import Action, OpEffect
 from fshard.spmd.tracking.tracker import Tracker
 from fshard.spmd.types import (
@@ -76,7 +77,7 @@ def _agree(
     that differ, and for graphs with other collectives on other ranks. An output or cotangent counts
     as varying where the other one varies.
     """
-    if not tracker.read_states.items:
+    if not all_have_read(tracker):
         return frozenset()
 
     def axes_in(x: torch.Tensor | None, state: State) -> set[str]:

@@ -28,6 +28,7 @@ from fshard.spmd.collectives.gather_scatter import all_gather
 from fshard.spmd.collectives.pcast import cast_by
 from fshard.spmd.in_specs import PathSpec
 from fshard.spmd.tracking.control_casts import ExitControl
+from fshard.spmd.tracking.read_agreement import all_have_read, gathered_digests
 from fshard.spmd.tracking.tracker import Tracker, has_gradient
 from fshard.spmd.types import (
     CONTROL_DEPENDENT,
@@ -72,14 +73,15 @@ def check_promises(
     The gradient of a control-dependent value that must be equal is coordinate 0's.
 
     Raises `ShardingError` for types that contradict the specs, all at once. Values that must be
-    equal, and results that are not tensors (`others`), are compared if the host has read varying
-    values, and always with `check="values"`.
+    equal, and results that are not tensors (`others`), are compared if the hosts of all ranks have
+    read varying values, and always with `check="values"`.
     """
     problems: list[Problem] = []
     outputs: list[torch.Tensor] = []
+    all_read = all_have_read(tracker)
     for promise in promises:
         x, states, required = promise.x, tracker.states(promise.x), states_of(promise.p)
-        promise_problems = _type_problems(tracker, axes, promise)
+        promise_problems = _type_problems(tracker, axes, promise, all_read)
         problems += promise_problems
         if not promise_problems:
             target = States.of({a: s for a, s in required.items if a in axes})
@@ -93,22 +95,31 @@ def check_promises(
             outputs.append(y)
     tracker.raise_all(problems)
     must_compare = others or any(_equal_along(promise.p, axes) for promise in promises)
-    if must_compare and (tracker.values or tracker.read_states.items):
+    if must_compare and (tracker.values or all_read):
         with tracker.pause():
             sites = tracker.read_sites
             check_values(tracker.mesh, axes, promises, tracker.name, sites, others)
     return outputs
 
 
-def _type_problems(tracker: Tracker, axes: Sequence[str], promise: Promise) -> list[Problem]:
-    """Return a problem for each pair of states that neither agree nor can be cast."""
+def _type_problems(
+    tracker: Tracker, axes: Sequence[str], promise: Promise, all_read: bool
+) -> list[Problem]:
+    """Return a problem for each pair of states that neither agree nor can be cast.
+
+    Values that may depend on a read are accepted if all ranks have read, and will be compared; on a
+    rank that has read alone if they would be invariant without the read.
+    """
     states, required = tracker.states(promise.x), states_of(promise.p)
     mismatches: dict[tuple[str, str], list[str]] = {}
     for axis in axes:
         state, required_state = states.at(axis), required.at(axis)
-        may_depend = axis in tracker.read_states.axes("varying") and not tracker.strict
-        compared = may_depend and required_state is None and state_word(state) == "varying"
-        if not compared and not _is_castable(state, required_state):
+        may_depend = axis in tracker.read_states.axes("varying") and required_state is None
+        if all_read:
+            accepted = may_depend and not tracker.strict and state_word(state) == "varying"
+        else:
+            accepted = may_depend and state == CONTROL_DEPENDENT
+        if not accepted and not _is_castable(state, required_state):
             mismatches.setdefault((state_word(state), state_word(required_state)), []).append(axis)
     return [_type_problem(tracker, promise, *words, along) for words, along in mismatches.items()]
 
@@ -195,8 +206,7 @@ def check_values(
         # Diverged ranks may have returned other structures: compare these first.
         tensors, rest = [promise.path for promise, _ in rows], [path for path, _ in others]
         device = getattr(current_transport(), "device", torch.device("cpu"))  # of the collective
-        local = torch.tensor([crc32(repr((tensors, rest)).encode())], device=device)
-        if len(set(all_gather(local, mesh.axes, mesh=mesh).flatten().tolist())) > 1:
+        if len(set(gathered_digests(mesh, repr((tensors, rest)), f"the check of {subject}"))) > 1:
             values = f"here the tensors {', '.join(tensors) or '(none)'}"
             values += f" and the values {', '.join(rest)}" if rest else ""
             values += ", on another rank others"
@@ -231,10 +241,8 @@ def sums_problem(tracker: Tracker, sums: str) -> Problem | None:
         sums: the collectives of this rank's backward pass as text.
     """
     mesh = tracker.mesh
-    with tracker.pause(), torch.no_grad(), labelled(Label(f"the check of {GRADIENTS}", mesh)):
-        device = getattr(current_transport(), "device", torch.device("cpu"))
-        local = torch.tensor([crc32(sums.encode())], device=device)
-        digests = all_gather(local, mesh.axes, mesh=mesh).flatten().tolist()
+    with tracker.pause():
+        digests = gathered_digests(mesh, sums, f"the check of {GRADIENTS}")
     ranks: dict[int, list[int]] = {}
     for rank, digest in zip(mesh.devices, digests, strict=True):
         ranks.setdefault(digest, []).append(rank)

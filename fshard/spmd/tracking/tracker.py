@@ -32,7 +32,9 @@ from fshard.layout.mesh import Mesh
 from fshard.layout.tree import flatten, unflatten
 from fshard.run.autograd.linear_function import ProgramGroup
 from fshard.run.graphs.blocks import block_shape
+from fshard.run.transports.base import label_of, labelled
 from fshard.run.transports.divergence_report import user_frame, user_line
+from fshard.run.transports.roll_call import count_call
 from fshard.spmd.axis_env import current_axes
 from fshard.spmd.closure_inputs import refuse_closure
 from fshard.spmd.collectives.collective_plan import CollectivePlan
@@ -83,6 +85,10 @@ class Tracker:
         self.read_states: States = INVARIANT
         self.read_sites: list[str] = []
         self.num_outside_at_read = 0
+        self.first_read = ""
+        # Comparisons so far, and which ranks these have shown to have read: see `read_agreement`.
+        self.num_calls, self.num_comparisons = count_call(mesh, name), 0
+        self.all_have_read, self.reads_agree = False, True
         self.agreed = AgreedAxes()
         # Collectives so far whose varying results are equal on every rank, by axis.
         self.replicated_by: dict[str, str] = {}
@@ -234,13 +240,13 @@ class Tracker:
         if cached is not None and cached[0] == version:
             return cached[1]
         y, summed = x, tuple(axis for axis in axes if axis not in entered)
-        if summed:
+        if summed and not left:
             prog = cast_program(self.mesh, summed, block_shape(x), x.dtype, None)
             y = cast_by(ProgramGroup((prog,)), y)
         if entered:
             y = cast_by(EnterControl(self.mesh, entered, self.agreed), y)
         if left:
-            y = cast_by(LeaveControl(self.mesh, left, (), self.agreed), y)
+            y = cast_by(LeaveControl(self.mesh, left, (), self.agreed, cast=summed), y)
         if not is_transformed():  # wrappers of torch.func end with the transform
             record.casts[reached] = (version, y)
         self.record(y, reached)
@@ -340,7 +346,9 @@ class Tracker:
             return leaf
         if plan.signature.cast_to is None:
             self.check_cast(leaf, states, target, plan.name)
-        return self.cast(leaf, states, target)
+            return self.cast(leaf, states, target)
+        with labelled(label_of(plan.name, self.mesh, plan.arguments, (block_shape(leaf),))):
+            return self.cast(leaf, states, target)
 
     # -- writes and the host --
 
@@ -396,6 +404,7 @@ class Tracker:
         if axes and not set(axes) <= set(self.read_states.axes("varying")):
             if not self.read_states.items:
                 self.num_outside_at_read = len(self._outside)
+                self.first_read = f"{self.num_comparisons} {op}{user_line(None, None)}"
             read_axes = {*self.read_states.axes("varying"), *axes}
             self.read_states = States.of(dict.fromkeys(read_axes, CONTROL_DEPENDENT))
         if axes and len(self.read_sites) < 3:

@@ -17,7 +17,6 @@ from fshard.layout.sharded import Sharded
 from fshard.layout.spec import Spec
 from fshard.run.execute import Pending, run_typed_hook
 from fshard.run.execute_batch import run_typed_leaves_hook
-from fshard.run.transports.base import is_simulated
 from fshard.run.transports.divergence_report import explain_with
 from fshard.spmd.axis_env import current_axes, current_tracker
 from fshard.spmd.closure_inputs import replaced_closures
@@ -141,8 +140,8 @@ def check_result_types(
         promises.append(Promise(path, y, partition))
     results = tuple(check_promises(tracker, _mapped(scope), promises, others))
     # A simulation compares the gradients themselves.
-    may_differ = tracker.read_states.items and torch.is_grad_enabled() and not is_transformed()
-    if may_differ and not is_inner(scope) and not is_simulated():
+    may_differ = tracker.all_have_read and torch.is_grad_enabled() and not is_transformed()
+    if may_differ and not is_inner(scope):
         return _guarded(tracker, results)
     return results
 

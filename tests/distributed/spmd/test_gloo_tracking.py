@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import random
+import time
 from typing import Any
 
 import pytest
 import torch
 
 import fshard as fs
-from fshard import Mesh
+from fshard import Mesh, P
+from fshard.run.transports import roll_call
 from tests.helpers.gloo.harness import run_ranks
-from tests.helpers.spmd.host_read_bodies import BODIES, BRANCHES, branch_error, gradients
+from tests.helpers.spmd.host_read_bodies import (
+    BODIES,
+    BRANCHES,
+    branch_error,
+    gradients,
+    sharded_gradients,
+)
 from tests.helpers.spmd.typed_programs import (
     OPERATIONS,
     Program,
@@ -85,6 +94,59 @@ def test_a_read_whose_value_is_not_used_changes_no_gradient() -> None:
     expected = [gradients(mesh, body, lambda x: None) for body in BODIES]
     for actual in run_ranks(2, gradients_after_reads, mesh):
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+def gradients_after_some_reads(mesh: Mesh) -> list[list[torch.Tensor]]:
+    fs.init(mesh, timeout=20)
+
+    def read(x: torch.Tensor) -> None:
+        if os.environ["RANK"] == "0":
+            float(x.detach().sum())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(roll_call, "PATIENCE", 0.2)
+        if mesh.size > 2:
+            return [sharded_gradients(mesh, read)]
+        return [gradients(mesh, body, read) for body in BODIES] + [sharded_gradients(mesh, read)]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_ranks_do_not_wait_for_a_rank_that_reads_alone(mesh: Mesh) -> None:
+    expected = [sharded_gradients(mesh, lambda x: None)]
+    if mesh.size == 2:
+        expected = [gradients(mesh, body, lambda x: None) for body in BODIES] + expected
+    for actual in run_ranks(mesh.size, gradients_after_some_reads, mesh):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+def errors_after_a_late_rank(mesh: Mesh) -> list[str]:
+    fs.init(mesh, timeout=20)
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        value = float(x.sum())  # other on each rank
+        total = fs.psum(x, "x")
+        if is_late:
+            time.sleep(0.4)
+        return total * value
+
+    errors = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(roll_call, "PATIENCE", 0.2)
+        for call in range(2):
+            is_late = call == 0 and os.environ["RANK"] == "1"
+            try:
+                fs.shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P())(torch.arange(4.0))
+                errors.append("")
+            except fs.ShardingError as error:
+                errors.append(str(error))
+            patch.setattr(roll_call, "PATIENCE", 10.0)
+    return errors
+
+
+def test_ranks_are_compared_again_after_one_was_late() -> None:
+    for late, error in run_ranks(2, errors_after_a_late_rank, Mesh(x=2)):
+        assert not late
+        assert "along x, which the spec omits, values must be equal" in error
 
 
 def branch_errors(mesh: Mesh) -> list[str]:

@@ -90,6 +90,29 @@ BODIES: list[Body] = [
 ]  # fmt: skip
 
 
+def sharded_results(read: Read, mesh: Mesh, w: torch.Tensor) -> torch.Tensor:
+    """Return a function of `w` that sums over both axes at once what it computes after a read."""
+    x = torch.arange(1.0, 2 * mesh.size + 1, dtype=torch.float64)
+
+    def body(w: torch.Tensor, x: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        read(part)
+        return (w * MASK + 1) * x * part.sum()
+
+    specs = P(), P(mesh.axes), P(mesh.axes[0])
+    mapped = fs.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P(mesh.axes))
+    return mapped(w, x, torch.arange(4.0, dtype=torch.float64)).sin().sum()
+
+
+def sharded_gradients(mesh: Mesh, read: Read) -> list[torch.Tensor]:
+    """Return gradients through and around a body with sharded results, three times."""
+    grads = []
+    for _ in range(3):
+        w = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
+        grads += torch.autograd.grad(sharded_results(read, mesh, w), w)
+        grads.append(torch.func.grad(lambda w: sharded_results(read, mesh, w))(w.detach()))
+    return grads
+
+
 def gradients(mesh: Mesh, body: Body, read: Read) -> list[torch.Tensor]:
     """Return the body's inner gradient, and the outer gradient through it where there is one."""
     w = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
