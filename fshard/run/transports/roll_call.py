@@ -86,7 +86,7 @@ def have_all_come(mesh: Mesh, name: str, moment: Moment, place: str) -> bool:
                 break
             time.sleep(PAUSE)
             count = store.add(key, 0)
-        come = store.get(verdict) == b"all"
+        come: bool = store.get(verdict) == b"all"
         if not come:
             calls.missed[place] = key
         if len(calls.opened) > KEPT_CALLS:
