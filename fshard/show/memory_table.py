@@ -35,16 +35,16 @@ def memory_table(memory: StepMemory) -> Table:
     parameters   4.00 MiB  4.00 MiB    8 %  4.00 MiB
     arguments    8.00 MiB  8.00 MiB   17 %  8.00 MiB
     optimizer    8.00 MiB  8.00 MiB   17 %  8.00 MiB
-    gradients         0 B  4.00 MiB    8 %  4.00 MiB
+    gradients         0 B       0 B    0 %  4.00 MiB
     activations       0 B  8.00 MiB   17 %  8.00 MiB
-    temporary         0 B  16.0 MiB   33 %       0 B
+    temporary         0 B  20.0 MiB   42 %       0 B
     ────────────────────────────────────────────────
     total        20.0 MiB  48.0 MiB         32.0 MiB
     peak in the backward pass, at matmul, 39.5 µs
       8.00 MiB activations: tanh
       8.00 MiB temporary: gradient of results
       8.00 MiB temporary: tanh
-      4.00 MiB gradients: matmul
+      4.00 MiB temporary: matmul
     """
     first, peak, last = memory.timeline[0].held, memory.peak_point.held, memory.timeline[-1].held
     rows: list[Row] = []

@@ -118,8 +118,8 @@ class CommLog:
         1 collective, 8 B sent by the busiest rank
         call                                    dtype    forward  bytes  backward  bytes
         ────────────────────────────────────────────────────────────────────────────────
-        the program to f32[4] (f32[4@tp],       float32        1    8 B
-        all_gather(tp, dim 0))
+        the program to f32[4] (f32[4@tp], all_gather(tp, dim 0))
+                                                float32        1    8 B
         ────────────────────────────────────────────────────────────────────────────────
         total                                                  1    8 B
         """
