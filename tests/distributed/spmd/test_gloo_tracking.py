@@ -126,7 +126,7 @@ def errors_after_a_late_rank(mesh: Mesh) -> list[str]:
         value = float(x.sum())  # other on each rank
         total = fs.psum(x, "x")
         if is_late:
-            time.sleep(0.4)
+            time.sleep(1.0)
         return total * value
 
     errors = []

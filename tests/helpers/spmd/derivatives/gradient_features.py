@@ -400,7 +400,8 @@ REFUSED: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {
         "full backward pre-hooks": (ALL, HOOKS),
         "tensor hook": ((*REVERSE, "jvp", "dual_level"), HOOKS),
         "node hooks": ((*REVERSE, "jvp", "dual_level"), HOOKS),
-        "multi-grad hook": ((*REVERSE, "jvp", "dual_level"), HOOKS),
+        # Derivatives with respect to `w` alone: `x.sin()` does not require grad, and has no hook.
+        "multi-grad hook": (("backward", "twice", "jvp", "dual_level"), HOOKS),
         "saved-tensor hooks": ((*REVERSE, "jvp", "dual_level"), HOOKS),
         "save_on_cpu": ((*REVERSE, "jvp", "dual_level"), HOOKS),
     },
