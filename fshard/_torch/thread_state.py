@@ -15,6 +15,11 @@ from fshard._torch.legacy_vmap import nesting_level
 DEVICES = ("cpu", "cuda")
 
 
+def cuda_stream() -> torch.cuda.Stream | None:
+    """Return the calling thread's CUDA stream, None if CUDA is not in use."""
+    return torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+
+
 @dataclass(frozen=True, slots=True)
 class ThreadSettings:
     """Per-thread settings of PyTorch.
@@ -54,7 +59,7 @@ class ThreadSettings:
             tuple(modes.function_modes()),
             tuple(modes.dispatch_modes()),
             nesting_level(),
-            torch.cuda.current_stream() if torch.cuda.is_initialized() else None,
+            cuda_stream(),
             torch.get_num_threads(),
         )
 

@@ -262,10 +262,10 @@ _DETACH = torch.ops.aten.detach.default
 
 
 def _tracked_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes that pass gradients on: inputs, and what neither detaches nor is no_grad."""
+    """Return the nodes that pass gradients on: all but those under no_grad, and detached ones."""
     tracks, nodes = True, set()
     for node in graph.nodes:
-        if node.target == SET_GRAD_ENABLED:
+        if node.target is SET_GRAD_ENABLED:
             (tracks,) = node.args
         elif node.op != "call_function" or (tracks and node.target != _DETACH):
             nodes.add(node)

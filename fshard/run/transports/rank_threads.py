@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from fshard._torch.thread_state import cuda_stream
+
 
 class RankThread:
     """Thread that runs job after job: a new one costs more than a collective."""
@@ -79,7 +81,7 @@ def start_waiting(function: Callable[..., None], *args: Any) -> threading.Lock:
     """
     run, thread, done = copy_context().run, idle_thread(), threading.Lock()
     # NCCL's wait orders the thread's current stream, which must be the caller's.
-    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+    stream = cuda_stream()
     done.acquire()
     WAITING.add(done)
 

@@ -234,7 +234,7 @@ def _foreign_keys(name: str, node: Any) -> Iterator[tuple[str, Any]]:
 
 
 def directory_path(where: str, directory: Any, call: str) -> Path:
-    """Return a directory's path; raise `ShardingError` if it is no path, as after `torch.save`."""
+    """Return a directory's path; raise `ShardingError` for other arguments."""
     if not isinstance(directory, str | os.PathLike):
         fail(where, f"a {type(directory).__name__} as the first argument",
              "the directory must be a str or a Path", call)  # fmt: skip

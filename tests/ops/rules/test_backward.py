@@ -112,3 +112,17 @@ def test_dropout_between_layers_is_refused() -> None:
         "  fix:   dropout=0.0, and between the layers, each called alone, "
         "x * fs.random.dropout_mask(key, x, p)"
     )
+
+
+def test_fused_cells_of_gpus_are_sharded_by_rows() -> None:
+    """They do not run on the CPU: their layouts alone are checked."""
+    mesh = fs.Mesh(x=2)
+    gates, state = (fs.Spec(mesh, fs.P("x"), shape=(4, n)) for n in (24, 6))
+    bias = fs.Spec(mesh, fs.P(), shape=(24,))
+    forward = fs.propagate(aten._thnn_fused_lstm_cell.default, gates, gates, state, bias, bias)
+    assert forward.out_specs == (state, state, gates)
+    backward = fs.propagate(aten._thnn_fused_lstm_cell_backward_impl.default,
+                            state, state, state, state, gates, True)  # fmt: skip
+    assert backward.out_specs == (
+        gates, state, bias.replace(partition=fs.P(unreduced="x")),
+    )  # fmt: skip

@@ -46,8 +46,8 @@ class _LocalEmbedding(LocalRewrite):
 
     def call(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> LocalCall | None:
         """Return the lookup itself if this rank holds all rows, and some of their width."""
-        is_whole = dim_shard(ctx, 0, 0).is_unsharded and ctx.shape()[-1] > 0
-        return (op, tuple(args), dict(kwargs)) if is_whole else None
+        is_complete = dim_shard(ctx, 0, 0).is_unsharded and ctx.shape()[-1] > 0
+        return (op, tuple(args), dict(kwargs)) if is_complete else None
 
     def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
         """Look up this rank's rows; other ranks' rows are zeros."""
