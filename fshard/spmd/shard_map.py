@@ -73,14 +73,13 @@ def shard_map(
     by `fs.axis_index`. Ranks raise for it: after such reads each gradient compares the collectives
     of its graph, in one gather of 8 bytes. Under `torchrun` some ranks may also read alone, to
     print a loss for example, and must not branch on it: nothing is compared, and gradients are
-    those without the read. Such a rank waits one second for the others, once for each line; ranks
-    that are later than that are compared from the next call on. A simulation refuses such a read
-    before results that must be equal. Under `torchrun` ranks wait until the timeout if only some
-    take a gradient, and gradients of `torch.func` in the body are not compared;
-    `check="collectives"` names ranks that differ there. Types do not see text (`str(x)`),
-    errors that some ranks catch, tensor hooks, other threads, and containers that other code
-    changes. A simulation therefore compares all results and gradients that must be equal, up to
-    rounding. Under `torchrun` the comparison communicates, and only `check="values"` compares
+    those without the read. It waits until the others come to where they would be compared. A
+    simulation refuses such a read before results that must be equal. Under `torchrun` ranks wait
+    until the timeout if only some take a gradient, and gradients of `torch.func` in the body are
+    not compared; `check="collectives"` names ranks that differ there. Types do not see text
+    (`str(x)`), errors that some ranks catch, tensor hooks, other threads, and containers that other
+    code changes. A simulation therefore compares all results and gradients that must be equal, up
+    to rounding. Under `torchrun` the comparison communicates, and only `check="values"` compares
     results whatever they depend on. With `check=False` the body may write into its arguments, also
     into memory that the caller shares with them, such as a pair's.
 

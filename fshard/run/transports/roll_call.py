@@ -1,98 +1,146 @@
 """Roll calls of processes through the store: whether all ranks have come to a place in their code.
 
-A rank that comes adds itself to a counter. One that sees all, or that has waited for long enough,
-writes a verdict, and the first verdict holds for every rank, also for one that comes later. Ranks
-that do not come take no part, and pay nothing. A rank that has waited for others in vain does not
-wait at that place again, unless they came later.
+All ranks pass the places of a function's calls in one order. A rank that takes part in the roll
+call of a place adds itself to a counter, and waits. One that does not, writes the place to its key
+in the store, and goes on; so it does at the end of each call. A rank waits until all have come, or
+one has passed: the answer is the same on all ranks that come, however late they are.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import NoReturn
 from weakref import WeakKeyDictionary
 
+from fshard._util.errors import fail
 from fshard.layout.mesh import Mesh
 from fshard.run.transports.base import is_simulated, own_transport
-from fshard.run.transports.process_end import Listener
-from fshard.run.transports.rank_status import Moment
+from fshard.run.transports.process_end import Listener, ProcessWatch
 from fshard.run.transports.torch_distributed import ProcessWorld
 
-PATIENCE = 1.0
-"""Seconds that ranks may be late."""
+DEFAULT_TIMEOUT = timedelta(minutes=10)
 PAUSE = 0.001
-"""Seconds between reads of the store."""
-VERDICT = " verdict"
-"""End of the key of a verdict; the rest is the key of its counter."""
+"""Seconds between reads of the counter."""
+READS = 20
+"""Reads of the counter between those of the other ranks' keys."""
 KEPT_CALLS = 64
-"""Roll calls whose keys stay in the store, for ranks that are late."""
+"""Roll calls whose counters stay in the store, for ranks that have yet to read them."""
 
 
 @dataclass(slots=True)
 class _Calls:
-    """Roll calls of a process.
+    """Calls of one function on one mesh by this process.
 
     Attributes:
-        counts: number of calls so far of functions by mesh and name.
-        missed: the last roll call at a place, if ranks were missing.
-        opened: roll calls to which this process came first, whose keys it deletes.
+        count: their number so far, equal on every rank.
+        opened: counters to which this process came first, and which it deletes.
     """
 
-    counts: Counter[tuple[Mesh, str]] = field(default_factory=Counter)
-    missed: dict[str, str] = field(default_factory=dict)
+    count: int = 0
     opened: deque[str] = field(default_factory=deque)
 
 
-_CALLS: WeakKeyDictionary[Listener, _Calls] = WeakKeyDictionary()
+_CALLS: WeakKeyDictionary[Listener, dict[str, _Calls]] = WeakKeyDictionary()
+"""Calls by the prefix of their keys in the store; each `fs.init` begins anew."""
 
 
-def count_call(mesh: Mesh, name: str) -> int:
-    """Return the number of this process's calls of a function on a mesh, equal on every rank."""
-    world = own_transport()
-    if is_simulated() or not isinstance(world, ProcessWorld):
-        return 0
-    counts = _CALLS.setdefault(world.listener, _Calls()).counts
-    counts[mesh, name] += 1
-    return counts[mesh, name]
-
-
-def have_all_come(mesh: Mesh, name: str, moment: Moment, place: str) -> bool:
-    """Return True if all ranks of a mesh come within `PATIENCE`, the same on those that come.
+class RollCalls:
+    """Roll calls in one call of a function, by a process; simulated ranks take part in none.
 
     Args:
-        mesh: the mesh.
-        name: the name of a function.
-        moment: number of its call, and of the roll call in it; equal on every rank.
-        place: the place in the code, where ranks that were missing are not waited for again.
+        mesh: the mesh, whose ranks all call the function.
+        name: the name of the function.
     """
-    world = own_transport()
-    if not isinstance(world, ProcessWorld):
-        return True
-    calls, store = _CALLS.setdefault(world.listener, _Calls()), world.listener.store
-    key = f"fshard {world.start_count} {dict(mesh.shape)} {mesh.devices} {name} {moment}"
-    verdict = key + VERDICT
-    try:
-        missed = calls.missed.pop(place, "")
-        in_vain = missed and not (store.check([missed]) and store.add(missed, 0) == mesh.size)
-        end = time.monotonic() + (0 if in_vain else PATIENCE)
-        count = store.add(key, 1)
-        if count == 1:
-            calls.opened.append(key)
-        while not store.check([verdict]):
-            if count == mesh.size or time.monotonic() > end:
-                vote = "all" if count == mesh.size else "some"
-                store.compare_set(verdict, "", vote)
-                break
-            time.sleep(PAUSE)
-            count = store.add(key, 0)
-        come: bool = store.get(verdict) == b"all"
-        if not come:
-            calls.missed[place] = key
-        if len(calls.opened) > KEPT_CALLS:
-            old = calls.opened.popleft()
-            store.delete_key(old)
-            store.delete_key(old + VERDICT)
-    except RuntimeError:  # the store does not answer, or is that of the fake backend
-        return False
-    return come
+
+    __slots__ = ("_calls", "_prefix", "_world", "mesh", "name", "place")
+
+    def __init__(self, mesh: Mesh, name: str) -> None:
+        self.mesh, self.name = mesh, name
+        self.place = 0
+        """Number of places so far."""
+        world = None if is_simulated() else own_transport()
+        self._world = world if isinstance(world, ProcessWorld) else None
+        if self._world is not None:
+            start = f"{self._world.start_count}.{self._world.init_count}"
+            self._prefix = f"fshard {start} {dict(mesh.shape)} {mesh.devices} {name} "
+            by_prefix = _CALLS.setdefault(self._world.listener, {})
+            self._calls = by_prefix.setdefault(self._prefix, _Calls())
+            self._calls.count += 1
+
+    def pass_by(self) -> None:
+        """Take no part in the roll call of the next place."""
+        self.place += 1
+        if self._world is not None:
+            self._write(self._calls.count, self.place)
+
+    def end(self) -> None:
+        """Take part in no roll call any more: the call of the function has ended."""
+        if self._world is not None:
+            self._write(self._calls.count + 1, 0)
+
+    def have_all_come(self) -> bool:
+        """Return True if every rank takes part at the next place, the same on those that do.
+
+        Raises:
+            ShardingError: If a rank has ended, or has neither come nor passed within the timeout.
+        """
+        self.place += 1
+        if self._world is None:
+            return True
+        calls, store = self._calls, self._world.listener.store
+        counter = f"{self._prefix}{calls.count} {self.place}"
+        try:
+            count = store.add(counter, 1)
+            if count == 1:
+                calls.opened.append(counter)
+            if len(calls.opened) > KEPT_CALLS:
+                store.delete_key(calls.opened.popleft())
+            return count == self.mesh.size or self._wait(counter)
+        except RuntimeError:  # the store does not answer, or is that of the fake backend
+            return False
+
+    def _write(self, call: int, place: int) -> None:
+        """Write that this process has passed a place; the write is sent, and not awaited."""
+        assert self._world is not None
+        with suppress(RuntimeError):
+            self._world.listener.store.set(
+                f"{self._prefix}{self._world.process_rank}", f"{call} {place}"
+            )
+
+    def _wait(self, counter: str) -> bool:
+        """Return True once a counter has counted all ranks, False once a rank has passed it."""
+        assert self._world is not None
+        listener = self._world.listener
+        store, watch = listener.store, ProcessWatch(listener.store, listener.key)
+        keys = [f"{self._prefix}{rank}" for rank in self.mesh.ranks]
+        own = self._calls.count, self.place
+        limit = (self._world.timeout or DEFAULT_TIMEOUT).total_seconds()
+        end = time.monotonic() + limit
+        while True:
+            for _ in range(READS):
+                count = store.add(counter, 0)
+                if count == self.mesh.size:
+                    return True
+                time.sleep(PAUSE)
+            written = [store.get(key) for key in keys if store.check([key])]
+            if any(tuple(map(int, text.split())) >= own for text in written):
+                return bool(store.add(counter, 0) == self.mesh.size)
+            gone = watch.ended(self.mesh.ranks)
+            if gone:
+                self._fail(f"the processes of ranks {list(gone)} have ended")
+            if time.monotonic() > end:
+                self._fail(f"{count} of {self.mesh.size} ranks have come in {limit:g} s")
+
+    def _fail(self, given: str) -> NoReturn:
+        fail(
+            self.name,
+            f"{given}; this rank waits for the others, as it has read a varying value",
+            "after such a read every rank must have called the function as often, take a gradient "
+            "that one takes, and return, within the timeout of fs.init(mesh, timeout=seconds)",
+            "call the function, and take its gradients, on every rank; or read the value after the "
+            "call, from its result",
+        )

@@ -103,6 +103,7 @@ class ProcessWorld:
         device_meshes: DeviceMeshes made of meshes and device types.
         only_gloo: whether all of them are gloo.
         remark: returns what the last mapped body adds to errors of lost ranks.
+        init_count: the number of `fs.init` calls on these process groups, equal on all ranks.
     """
 
     process_rank: int
@@ -116,6 +117,7 @@ class ProcessWorld:
     device_meshes: dict[tuple[Mesh, str], Any] = field(default_factory=dict)
     only_gloo: bool = field(init=False)
     remark: Callable[[], str] = str
+    init_count: int = 1
 
     def __post_init__(self) -> None:
         self.only_gloo = {*self.backends.values()} == {"gloo"}
@@ -400,6 +402,7 @@ def init(
     current = own_transport()
     if isinstance(current, ProcessWorld) and current.is_current:
         current.timeout = limit or current.timeout
+        current.init_count += 1
     else:
         rank, main = dist.get_rank(), weakref.ref(default_group())
         count = _count_start(rank)

@@ -14,7 +14,6 @@ import torch
 
 from fshard.layout.mesh import Mesh
 from fshard.run.transports.base import Label, current_transport, is_simulated, labelled
-from fshard.run.transports.roll_call import have_all_come
 from fshard.spmd.collectives.gather_scatter import all_gather
 from fshard.spmd.tracking.tracker import Tracker
 
@@ -22,17 +21,15 @@ from fshard.spmd.tracking.tracker import Tracker
 def all_have_read(tracker: Tracker) -> bool:
     """Return True if every rank has read varying values, the same on those that have.
 
-    Every rank calls it at each comparison, of which it counts one more; ranks that have read make a
-    roll call until all have. If their first reads differ, their gradients are those without reads.
+    Every rank calls it at each comparison; ranks that have read make a roll call until all have.
+    If their first reads differ, their gradients are those without reads.
     """
-    tracker.num_comparisons += 1
     axes = tracker.read_states.axes("varying")
     if not axes or is_simulated():
+        tracker.roll_calls.pass_by()
         return bool(axes)
     if not tracker.all_have_read:
-        moment = tracker.num_calls, tracker.num_comparisons
-        place = f"{tracker.name} {tracker.read_sites}"
-        tracker.all_have_read = have_all_come(tracker.mesh, tracker.name, moment, place)
+        tracker.all_have_read = tracker.roll_calls.have_all_come()
         if not tracker.all_have_read:
             tracker.reads_agree = False
         else:

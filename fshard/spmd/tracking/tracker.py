@@ -34,7 +34,7 @@ from fshard.run.autograd.linear_function import ProgramGroup
 from fshard.run.graphs.blocks import block_shape
 from fshard.run.transports.base import label_of, labelled
 from fshard.run.transports.divergence_report import user_frame, user_line
-from fshard.run.transports.roll_call import count_call
+from fshard.run.transports.roll_call import RollCalls
 from fshard.spmd.axis_env import current_axes
 from fshard.spmd.closure_inputs import refuse_closure
 from fshard.spmd.collectives.collective_plan import CollectivePlan
@@ -86,8 +86,8 @@ class Tracker:
         self.read_sites: list[str] = []
         self.num_outside_at_read = 0
         self.first_read = ""
-        # Comparisons so far, and which ranks these have shown to have read: see `read_agreement`.
-        self.num_calls, self.num_comparisons = count_call(mesh, name), 0
+        # Which ranks have read: see `read_agreement`.
+        self.roll_calls = RollCalls(mesh, name)
         self.all_have_read, self.reads_agree = False, True
         self.agreed = AgreedAxes()
         # Collectives so far whose varying results are equal on every rank, by axis.
@@ -404,7 +404,7 @@ class Tracker:
         if axes and not set(axes) <= set(self.read_states.axes("varying")):
             if not self.read_states.items:
                 self.num_outside_at_read = len(self._outside)
-                self.first_read = f"{self.num_comparisons} {op}{user_line(None, None)}"
+                self.first_read = f"{self.roll_calls.place} {op}{user_line(None, None)}"
             read_axes = {*self.read_states.axes("varying"), *axes}
             self.read_states = States.of(dict.fromkeys(read_axes, CONTROL_DEPENDENT))
         if axes and len(self.read_sites) < 3:

@@ -89,6 +89,7 @@ def track_body(tracker: Tracker, *, inner: bool) -> Iterator[None]:
                 with track_types(tracker):
                     yield
             finally:
+                tracker.roll_calls.end()
                 # A cast and its source refer to each other through the graph: break the cycle.
                 for record in list(tracker.table.values()):
                     record.casts = None

@@ -12,7 +12,6 @@ import torch
 
 import fshard as fs
 from fshard import Mesh, P
-from fshard.run.transports import roll_call
 from tests.helpers.gloo.harness import run_ranks
 from tests.helpers.spmd.host_read_bodies import (
     BODIES,
@@ -103,11 +102,9 @@ def gradients_after_some_reads(mesh: Mesh) -> list[list[torch.Tensor]]:
         if os.environ["RANK"] == "0":
             float(x.detach().sum())
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(roll_call, "PATIENCE", 0.2)
-        if mesh.size > 2:
-            return [sharded_gradients(mesh, read)]
-        return [gradients(mesh, body, read) for body in BODIES] + [sharded_gradients(mesh, read)]
+    if mesh.size > 2:
+        return [sharded_gradients(mesh, read)]
+    return [gradients(mesh, body, read) for body in BODIES] + [sharded_gradients(mesh, read)]
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
@@ -119,38 +116,65 @@ def test_ranks_do_not_wait_for_a_rank_that_reads_alone(mesh: Mesh) -> None:
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
-def errors_after_a_late_rank(mesh: Mesh) -> list[str]:
+def error_of_a_late_rank(mesh: Mesh) -> str:
     fs.init(mesh, timeout=20)
 
     def body(x: torch.Tensor) -> torch.Tensor:
         value = float(x.sum())  # other on each rank
         total = fs.psum(x, "x")
-        if is_late:
-            time.sleep(1.0)
+        if os.environ["RANK"] == "1":
+            time.sleep(0.5)
         return total * value
 
-    errors = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(roll_call, "PATIENCE", 0.2)
-        for call in range(2):
-            is_late = call == 0 and os.environ["RANK"] == "1"
-            try:
-                fs.shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P())(torch.arange(4.0))
-                errors.append("")
-            except fs.ShardingError as error:
-                errors.append(str(error))
-            patch.setattr(roll_call, "PATIENCE", 10.0)
+    try:
+        fs.shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P())(torch.arange(4.0))
+    except fs.ShardingError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_come_late_are_compared() -> None:
+    for error in run_ranks(2, error_of_a_late_rank, Mesh(x=2)):
+        assert "along x, which the spec omits, values must be equal" in error
+
+
+def errors_of_ranks_that_do_not_come(mesh: Mesh) -> list[str]:
+    """Return a rank's error where it takes a gradient alone, and where another one raises."""
+    fs.init(mesh, timeout=2)
+    is_first, errors = os.environ["RANK"] == "0", []
+
+    def alone(x: torch.Tensor) -> None:
+        if is_first and float(x.detach().sum()) > 0:
+            torch.autograd.grad((x * x).sum(), x)
+        elif not is_first:
+            time.sleep(2.5)
+
+    def raising(x: torch.Tensor) -> None:
+        if not is_first:
+            raise KeyError(3)
+        float(x.detach().sum())
+
+    for body in alone, raising:
+        x = torch.arange(1.0, 5.0, requires_grad=True)
+        try:
+            fs.shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P())(x)
+            errors.append("")
+        except (KeyError, fs.ShardingError) as error:
+            errors.append(str(error))
     return errors
 
 
-def test_ranks_are_compared_again_after_one_was_late() -> None:
-    for late, error in run_ranks(2, errors_after_a_late_rank, Mesh(x=2)):
-        assert not late
-        assert "along x, which the spec omits, values must be equal" in error
+def test_a_rank_waits_until_the_timeout_and_not_for_one_that_raises() -> None:
+    first, other = run_ranks(2, errors_of_ranks_that_do_not_come, Mesh(x=2))
+    assert "1 of 2 ranks have come in 2 s" in first[0]
+    assert (other[0], first[1], other[1]) == ("", "", "3")
 
 
 def branch_errors(mesh: Mesh) -> list[str]:
     fs.init(mesh, timeout=20)
+    if os.environ["RANK"] == "0":  # a call by one rank alone, which fs.init forgets
+        fs.shard_map(lambda x: None, mesh=mesh, in_specs=P("x"), out_specs=P())(torch.ones(2))
+    fs.init(mesh)
     return [branch_error(mesh, case) for case in BRANCHES]
 
 
