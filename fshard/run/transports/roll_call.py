@@ -8,6 +8,7 @@ one has passed: the answer is the same on all ranks that come, however late they
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from contextlib import suppress
@@ -25,8 +26,9 @@ from fshard.run.transports.torch_distributed import ProcessWorld
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 PAUSE = 0.001
 """Seconds between reads of the counter."""
-READS = 20
-"""Reads of the counter between those of the other ranks' keys."""
+READS = 1, 1, 2, 4, 8
+"""Reads of the counter before each of the first reads of all ranks' keys."""
+LAST_READS = 16
 KEPT_CALLS = 64
 """Roll calls whose counters stay in the store, for ranks that have yet to read them."""
 
@@ -120,20 +122,21 @@ class RollCalls:
         own = self._calls.count, self.place
         limit = (self._world.timeout or DEFAULT_TIMEOUT).total_seconds()
         end = time.monotonic() + limit
-        while True:
-            for _ in range(READS):
+        for reads in itertools.chain(READS, itertools.repeat(LAST_READS)):
+            for _ in range(reads):
                 count = store.add(counter, 0)
                 if count == self.mesh.size:
                     return True
                 time.sleep(PAUSE)
+            gone = watch.ended(self.mesh.ranks)  # those may have passed before
             written = [store.get(key) for key in keys if store.check([key])]
             if any(tuple(map(int, text.split())) >= own for text in written):
                 return bool(store.add(counter, 0) == self.mesh.size)
-            gone = watch.ended(self.mesh.ranks)
             if gone:
                 self._fail(f"the processes of ranks {list(gone)} have ended")
             if time.monotonic() > end:
                 self._fail(f"{count} of {self.mesh.size} ranks have come in {limit:g} s")
+        raise AssertionError("unreachable")
 
     def _fail(self, given: str) -> NoReturn:
         fail(
