@@ -122,7 +122,8 @@ def temporaries(gradients: Sequence[torch.Tensor | None], nbytes: int) -> tuple[
     ]  # fmt: skip
     if any(type(gradients[i]) is FakeTensor for i in large):
         return tuple(large)  # they have no values that others could miss
-    if not large or current_dispatch_mode() is not None:
+    # The frames that a debugger has looked at have references, too.
+    if not large or current_dispatch_mode() is not None or sys.gettrace() is not None:
         return ()
     counts = [_references(gradients, i) for i in large]
     return tuple([i for i, count in zip(large, counts, strict=True) if count in _temporary()])

@@ -61,7 +61,8 @@ class RepeatedCall(NamedTuple):
             return None
         places: list[Any] = []
         tensors: list[torch.Tensor] = []
-        key: Any = [*options, registry_version(), len(args), *kwargs]
+        state = registry_version(), torch.get_default_dtype()
+        key: Any = [*options, *state, len(args), *kwargs]
         grad = False
         for place, arg in (*enumerate(args), *kwargs.items()):
             kind = type(arg)

@@ -481,6 +481,17 @@ def test_damaged_checkpoints_are_refused(damage: str, tmp_path: Path) -> None:
         fs.state.load(tmp_path)
 
 
+def test_verify_lists_all_damaged_shards(tmp_path: Path) -> None:
+    fs.state.save(tmp_path, {"w": fs.shard(values((8,)), Mesh(x=2), P("x"))})
+    for path in tmp_path.glob("*.safetensors"):
+        damaged = bytearray(path.read_bytes())
+        damaged[-1] ^= 255
+        path.write_bytes(damaged)
+    with pytest.raises(fs.ShardingError, match=r"fs\.state\.verify") as error:
+        fs.state.verify(tmp_path)
+    assert len(error.value.problems) == 2
+
+
 def pair() -> fs.Sharded:
     return fs.shard(torch.ones(4), Mesh(x=2), P("x"))
 

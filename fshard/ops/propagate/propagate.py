@@ -68,11 +68,12 @@ def _cached_by_arguments(function: Callable[..., T]) -> Callable[..., T]:
     """Cache a function of an operation, its arguments and options, if all of them can be hashed."""
 
     @lru_cache(maxsize=CACHE_SIZE)
-    def cached(version: int, op: Any, args: Any, kwargs: Any, options: Any) -> T:
+    def cached(state: Any, op: Any, args: Any, kwargs: Any, options: Any) -> T:
         return function(op, *unfreeze_call(args, kwargs), *options)
 
     def lookup(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *options: Any) -> T:
-        key = registry_version(), op, freeze(tuple(args)), freeze(dict(kwargs)), options
+        state = registry_version(), torch.get_default_dtype()
+        key = state, op, freeze(tuple(args)), freeze(dict(kwargs)), options
         try:
             hash(key)
         except TypeError:

@@ -358,8 +358,10 @@ def decompose(
     if run is None:
         return None
     needed = tuple(requires_grad) if any(requires_grad) else ()
-    key = freeze(tuple(args)), freeze(dict(kwargs)), torch.is_grad_enabled(), device, needed
-    return _decomposed(op, run, decomposition is not None, *key)
+    state = torch.is_grad_enabled(), torch.get_default_dtype(), device, needed
+    return _decomposed(
+        op, run, decomposition is not None, freeze(tuple(args)), freeze(dict(kwargs)), *state
+    )
 
 
 @lru_cache(maxsize=CACHE_SIZE)
@@ -370,6 +372,7 @@ def _decomposed(
     frozen_args: Any,
     frozen_kwargs: Any,
     grad: bool,
+    default_dtype: torch.dtype,
     device: torch.device,
     requires_grad: tuple[bool, ...],
 ) -> fx.GraphModule:

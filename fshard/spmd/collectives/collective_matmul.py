@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fshard._torch.functorch import is_transformed
+from fshard._torch.legacy_vmap import map_batch_elements
 from fshard._util.errors import Problem, fail, raise_if
 from fshard._util.tracebacks import hiding_frames
 from fshard.layout.mesh import Axes, Mesh
@@ -156,7 +157,7 @@ class _GatheredProduct:
             of_weights.append(of_w)
         return of_block, tuple(of_weights)
 
-    def block_gradient(self, grads: Tensors, ws: Tensors, ndim: int) -> Tensor:
+    def block_gradient(self, grads: Sequence[Tensor], ws: Tensors, ndim: int) -> Tensor:
         """Return the gradient of this rank's block, a ring of partial sums."""
         if self.dim == ndim - 1:
             pieces = [w.split(self.sizes) for w in ws]
@@ -188,14 +189,17 @@ class _GatherFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         product, needs = ctx.product, ctx.needs_input_grad[1:]
         xs, blocks = ctx.saved_tensors[: len(needs)], ctx.saved_tensors[len(needs) :]
-        with backward_phase(ctx.label):
+
+        def gradients(grads: Sequence[Tensor]) -> Sequence[Tensor | None]:
             if torch.is_grad_enabled():
-                return None, *gradients_of(product.run, xs, needs, grads)
+                return gradients_of(product.run, xs, needs, grads)
             of_x = product.block_gradient(grads, xs[1:], xs[0].ndim) if needs[0] else None
-        gathered = torch.cat(blocks, product.dim)
-        of_ws = (_outer(gathered, g) if need else None
-                 for g, need in zip(grads, needs[1:], strict=True))  # fmt: skip
-        return None, of_x, *of_ws
+            gathered = torch.cat(blocks, product.dim)
+            return [of_x, *(_outer(gathered, g) if need else None
+                            for g, need in zip(grads, needs[1:], strict=True))]  # fmt: skip
+
+        with backward_phase(ctx.label):
+            return None, *map_batch_elements(gradients, grads)
 
 
 def _reduced(ring: Ring, part: Callable[[int], Any], send: Send) -> Tensor:
@@ -336,9 +340,11 @@ class _ScatterFunction(torch.autograd.Function):
     @staticmethod
     @hiding_frames
     def backward(ctx: Any, grad: Tensor) -> Any:
+        factors, needs = ctx.saved_tensors, ctx.needs_input_grad[1:]
         with backward_phase(ctx.label):
-            grads = ctx.product.gradients(grad, ctx.saved_tensors, ctx.needs_input_grad[1:])
-        return None, *grads
+            return None, *map_batch_elements(
+                lambda grads: ctx.product.gradients(grads[0], factors, needs), (grad,)
+            )
 
 
 def _merge(results: Results, parts: Parts) -> Results:

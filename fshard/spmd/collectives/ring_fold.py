@@ -17,6 +17,7 @@ import torch
 
 from fshard._torch.autograd_state import unviewed
 from fshard._torch.functorch import is_transformed
+from fshard._torch.legacy_vmap import map_batch_elements
 from fshard._torch.modes import DispatchMode
 from fshard._util.dtypes import is_inexact
 from fshard._util.errors import fail
@@ -409,18 +410,23 @@ class _FoldFunction(torch.autograd.Function):
     @staticmethod
     @hiding_frames
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        fold, needs = ctx.fold, ctx.needs_input_grad[1:]
+        fold: RingFold = ctx.fold
+        needs = ctx.needs_input_grad[1:]
         first, second = len(needs), fold.counts[0]
         tensors = ctx.saved_tensors
         last = first + (second if fold.reads_result else 0)
         xs, results, kept = tensors[:first], tensors[first:last], iter(tensors[last:])
         saved = [tuple(next(kept) for _ in grads) if has else None for has in ctx.merged]
+
+        def gradients(grads: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
+            if torch.is_grad_enabled():
+                return gradients_of(fold.differentiable, xs, needs, grads)
+            blocks = needs[second : second + fold.counts[1]]
+            needed = [i for i, need in enumerate(blocks) if need]
+            return fold.gradients(xs, results, saved, tuple(grads), needed)
+
         with backward_phase(ctx.label):
-            if not torch.is_grad_enabled():
-                blocks = needs[second : second + fold.counts[1]]
-                needed = [i for i, need in enumerate(blocks) if need]
-                return None, *fold.gradients(xs, results, saved, grads, needed)
-            return None, *gradients_of(fold.differentiable, xs, needs, grads)
+            return None, *map_batch_elements(gradients, grads)
 
 
 def gradients_of(

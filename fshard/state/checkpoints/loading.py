@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fshard._util.errors import Problem, did_you_mean, fail, raise_if
+from fshard._util.errors import Problem, ShardingError, did_you_mean, fail, raise_if
 from fshard._util.text import plural
 from fshard.layout.mesh import Mesh, as_mesh
 from fshard.layout.partition_spec import PartitionSpec
@@ -88,7 +88,7 @@ def load(
             [5.]]))
     """
     root = directory_path(WHERE, directory, f"{WHERE}(directory, specs)")
-    index, reader = _open(root)
+    index, reader = _open(root, WHERE)
     stored = index.tree
     check_files(reader.directory, index.files, WHERE)
     reader.compares = checksums
@@ -122,42 +122,45 @@ def verify(directory: str | Path, /) -> None:
     ...     _ = fs.state.save(directory, {"w": torch.ones(2)})
     ...     fs.state.verify(directory)
     """
-    index, reader = _open(directory_path(VERIFY, directory, f"{VERIFY}(directory)"))
-    check_files(reader.directory, index.files, WHERE)
+    index, reader = _open(directory_path(VERIFY, directory, f"{VERIFY}(directory)"), VERIFY)
+    check_files(reader.directory, index.files, VERIFY)
     with reader:
         for tensor in index.tensors:
             for shard in tensor.shards:
                 target = torch.empty(shard.shape, dtype=tensor.dtype, device="cpu")
-                reader.read(tensor, shard, [(0, n) for n in shard.shape], target)
+                try:
+                    reader.read(tensor, shard, [(0, n) for n in shard.shape], target)
+                except ShardingError as error:
+                    reader.problems += error.problems
 
 
 # -- files -------------------------------------------------------------------------------------
 
 
-def _open(root: Path) -> tuple[CheckpointIndex, ShardReader]:
+def _open(root: Path, where: str) -> tuple[CheckpointIndex, ShardReader]:
     """Return the index of a directory or file, and a reader of its files."""
     if root.is_file():
-        reader = ShardReader(root.parent, WHERE)
+        reader = ShardReader(root.parent, where)
         return _hugging_face([root.name], reader), reader
-    reader = ShardReader(root, WHERE)
+    reader = ShardReader(root, where)
     if (root / INDEX).exists():
-        return CheckpointIndex.read(root, WHERE), reader
+        return CheckpointIndex.read(root, where), reader
     if (root / METADATA).exists():
-        return open_dcp(root, WHERE)
+        return open_dcp(root, where)
     path = root / HUGGING_FACE_INDEX
     if path.exists():
         try:
             names = set(json.loads(path.read_text())["weight_map"].values())
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            fail(WHERE, f"{path}: {type(error).__name__}: {error}",
+            fail(where, f"{path}: {type(error).__name__}: {error}",
                  "the index must map names to files, as Hugging Face writes it",
                  "download the file again")  # fmt: skip
         return _hugging_face(
-            [check_file_name(n, WHERE, path) for n in sorted(names)], reader
+            [check_file_name(n, where, path) for n in sorted(names)], reader
         ), reader
     files = sorted(child.name for child in root.glob("*.safetensors"))
     if not files:
-        return CheckpointIndex.read(root, WHERE), reader  # which says what is missing
+        return CheckpointIndex.read(root, where), reader  # which says what is missing
     return _hugging_face(files, reader), reader
 
 

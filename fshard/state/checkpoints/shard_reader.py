@@ -66,10 +66,12 @@ class ShardReader:
 
     Attributes:
         compares: False to compute no checksums.
+        problems: shards whose checksums differ, which the end of the `with` block raises.
     """
 
     def __init__(self, directory: Path, where: str) -> None:
         self.directory, self.where, self.compares = directory, where, True
+        self.problems: list[Problem] = []
         self.headers: dict[str, dict[str, FileTensor]] = {}
         self.open: dict[str, FileIO] = {}
         self.unchecked: deque[tuple[Future[int], int, StoredShard, str]] = deque()
@@ -84,6 +86,7 @@ class ShardReader:
             with self.executor:
                 if kind is None:
                     self._compare(0)
+                    raise_if(self.where, self.problems)
         finally:
             for file in self.open.values():
                 file.close()
@@ -117,7 +120,7 @@ class ShardReader:
 
         Raises:
             ShardingError: the file is damaged, or its tensor has another shape or dtype than in the
-                index; from a later call or the end of the block if the checksum differs.
+                index; from the end of the block if checksums differ.
         """
         shape, box = [*shard.shape], [*ranges]
         if tensor.dtype == torch.complex128:
@@ -187,11 +190,12 @@ class ShardReader:
             self._check(future.result(), shard, name)
 
     def _check(self, total: int, shard: StoredShard, name: str) -> None:
-        """Raise `ShardingError` unless a checksum equals the one in the index."""
+        """Record the problem of a checksum that does not equal the one in the index."""
         if total != shard.crc32:
-            fail(self.where, f"{name}: other bytes in {self.directory / shard.file} than were "
-                 "saved", f"the checksum of {shard.key} must be {shard.crc32}",
-                 "copy the file again, or load an older checkpoint")  # fmt: skip
+            self.problems.append(Problem(
+                f"{name}: other bytes in {self.directory / shard.file} than were saved",
+                f"the checksum of {shard.key} must be {shard.crc32}",
+                "copy the file again, or load an older checkpoint"))  # fmt: skip
 
 
 def _header(path: Path, where: str) -> dict[str, FileTensor]:

@@ -1,19 +1,23 @@
-"""Threads and sockets of `check="collectives"`, and the status that ranks write to the store."""
+"""Threads, sockets and statuses of `check="collectives"`, and roll calls of late ranks."""
 
 from __future__ import annotations
 
+import os
+import random
 import threading
+import time
 
 import torch
 
 import fshard as fs
-from fshard import P
+from fshard import Mesh, P
 from fshard.run.transports.base import own_transport
 from fshard.run.transports.rank_status import Arrival, RankStatus
+from fshard.run.transports.roll_call import RollCalls
 from fshard.run.transports.torch_distributed import ProcessWorld
 from tests.helpers.gloo.harness import run_ranks
 
-PAIR = fs.Mesh(x=2)
+PAIR = Mesh(x=2)
 
 
 def twenty_sums(x: torch.Tensor) -> torch.Tensor:
@@ -44,3 +48,28 @@ def test_status_is_parsed_from_its_text() -> None:
         3, "raised", True, (0, 1), "in f", "", {"(0, 1)": arrival}, {"(0,)": (3, 1)}
     )
     assert RankStatus.parse(status.text()) == status
+
+
+def answers_of_roll_calls(mesh: Mesh) -> list[tuple[bool, bool]]:
+    """Return, for each roll call in which this rank takes part, the answer and the right one."""
+    fs.init(mesh, timeout=30)
+    rank = int(os.environ["RANK"])
+    common, own, pairs = random.Random(0), random.Random(rank), []
+    for _ in range(60):
+        calls = RollCalls(mesh, "f")
+        for _ in range(common.randrange(4)):
+            takes_part = [common.random() < 0.8 for _ in range(mesh.size)]
+            if own.random() < 0.1:
+                time.sleep(own.random() * 0.02)
+            if takes_part[rank]:
+                pairs.append((calls.have_all_come(), all(takes_part)))
+            else:
+                calls.pass_by()
+        calls.end()
+    return pairs
+
+
+def test_answers_of_roll_calls_do_not_depend_on_time() -> None:
+    for pairs in run_ranks(4, answers_of_roll_calls, Mesh(x=4)):
+        assert {right for _, right in pairs} == {True, False}
+        assert all(answer == right for answer, right in pairs)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import fshard as fs
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec as P
 from fshard.layout.spec import Spec
@@ -151,6 +152,17 @@ def _whole(call: Any) -> Any:
 def test_equal_calls_are_cached() -> None:
     operands = spec(P("dp"), 8, 16), spec(P(None, "tp"), 16, 8)
     assert propagate(torch.mm, *operands) is propagate(torch.mm, *operands)
+
+
+def test_plans_follow_the_default_dtype() -> None:
+    integers, before = fs.shard(torch.arange(8), Mesh(x=2), P("x")), torch.get_default_dtype()
+    try:
+        for dtype in (torch.float32, torch.float64):
+            torch.set_default_dtype(dtype)
+            for y in fs.simulate(Mesh(x=2), lambda x: fs.apply(torch.sin, x), integers):
+                assert (y.spec.dtype, y.local.dtype) == (dtype, dtype)
+    finally:
+        torch.set_default_dtype(before)
 
 
 @pytest.mark.parametrize(

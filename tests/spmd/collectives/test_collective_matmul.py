@@ -153,6 +153,9 @@ def test_transforms_go_around() -> None:
     actual, expected = (torch.func.vmap(f, (0, None, None))(batch, *xs[1:])
                         for f in (mapped, dense))  # fmt: skip
     torch.testing.assert_close(actual, expected)
+    actual, expected = (torch.autograd.functional.jacobian(f, xs, vectorize=True)
+                        for f in (mapped, dense))  # fmt: skip
+    torch.testing.assert_close(actual, expected)
 
 
 def refused(body: Any, *xs: torch.Tensor) -> str:
