@@ -6,7 +6,7 @@ Names are Shardy's. `infer`, `transpose`, `traffic` and the interpreter in `run/
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 
@@ -26,31 +26,6 @@ __all__ = [
 
 Sizes = tuple[int, ...] | None
 To = Literal["invariant", "reduced"]
-
-
-def _canonicalize(step: Any, *dims: str) -> None:
-    """Store axes as a tuple, dims and sizes as integers; raise for values of other types."""
-    set_, problems = object.__setattr__, []
-    set_(step, "axes", as_axes(step.axes))
-    for name in dims:
-        dim = getattr(step, name)
-        if type(dim) is not int:
-            numbers = as_ints((dim,))
-            set_(step, name, numbers and numbers[0])
-            if numbers is None:
-                problems.append(Problem(f"{name}={dim!r}", "dim must be an integer", f"{name}=0"))
-    sizes = getattr(step, "sizes", None)
-    if sizes is not None:
-        set_(step, "sizes", as_ints(sizes))
-        if step.sizes is None:
-            rule = "sizes must be ints, one per shard of the result"
-            problems.append(Problem(f"sizes={sizes!r}", rule, "sizes=(3, 5), say"))
-    kind = getattr(step, "kind", "sum")
-    if not isinstance(kind, str):
-        rule = "a reduction must be one of sum, avg, max, min and product"
-        problems.append(Problem(f"kind={kind!r}", rule, "kind='sum', say"))
-    if problems:
-        raise_if(f"fs.{type(step).__name__}", problems)
 
 
 def _store_partition(step: object, partition: PartitionSpec) -> None:
@@ -87,12 +62,52 @@ def _store_sizes(step: object, sizes: object) -> None:
     object.__setattr__(step, "sizes", tuple(uneven) or None)
 
 
-def _to_text(to: str, kind: str) -> str:
-    return "" if to == "invariant" else f" to reduced{'' if kind == 'sum' else '=' + kind}"
+class _AlongAxes:
+    """Base of steps that name the axes that change."""
+
+    __slots__ = ()
+    name: ClassVar[str]
+    axes: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        """Store axes as a tuple, dims and sizes as integers; raise for values of other types."""
+        set_, problems = object.__setattr__, []
+        set_(self, "axes", as_axes(self.axes))
+        for name in ("dim", "src_dim", "dst_dim"):
+            dim = getattr(self, name, 0)
+            if type(dim) is not int:
+                numbers = as_ints((dim,))
+                set_(self, name, numbers and numbers[0])
+                if numbers is None:
+                    rule = "dim must be an integer"
+                    problems.append(Problem(f"{name}={dim!r}", rule, f"{name}=0"))
+        sizes = getattr(self, "sizes", None)
+        if sizes is not None:
+            set_(self, "sizes", as_ints(sizes))
+            if as_ints(sizes) is None:
+                rule = "sizes must be ints, one per shard of the result"
+                problems.append(Problem(f"sizes={sizes!r}", rule, "sizes=(3, 5), say"))
+        kind = getattr(self, "kind", "sum")
+        if not isinstance(kind, str):
+            rule = "a reduction must be one of sum, avg, max, min and product"
+            problems.append(Problem(f"kind={kind!r}", rule, "kind='sum', say"))
+        if problems:
+            raise_if(f"fs.{type(self).__name__}", problems)
+
+    def __str__(self) -> str:
+        dim = f", dim {self.dim}" if hasattr(self, "dim") else ""
+        by = getattr(self, "by", ())
+        by = f" by {axes_text(by)}" if by else ""
+        kind, to = getattr(self, "kind", "sum"), getattr(self, "to", None)
+        kind = "" if kind == "sum" else kind
+        if to is None:
+            return f"{self.name}({axes_text(self.axes)}{dim}{by}{kind and f', {kind}'})"
+        state = "" if to == "invariant" else f" to reduced{kind and f'={kind}'}"
+        return f"{self.name}({axes_text(self.axes)}{dim}){state}"
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
-class AllGather:
+class AllGather(_AlongAxes):
     """Sharded to invariant or reduced: every rank receives the shards of its group.
 
     Transpose: `AllSlice`, or with `to="reduced"` `ReduceScatter`.
@@ -114,15 +129,9 @@ class AllGather:
     kind: str = "sum"
     name: ClassVar[str] = "all_gather"
 
-    def __post_init__(self) -> None:
-        _canonicalize(self, "dim")
-
-    def __str__(self) -> str:
-        return f"{self.name}({axes_text(self.axes)}, dim {self.dim}){_to_text(self.to, self.kind)}"
-
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
-class AllSlice:
+class AllSlice(_AlongAxes):
     """Invariant or reduced to sharded: every rank keeps its slice; nothing is sent.
 
     Transpose: `AllGather`, or for reduced axes `ShardedToUnreduced`.
@@ -142,15 +151,9 @@ class AllSlice:
     sizes: Sizes = None
     name: ClassVar[str] = "all_slice"
 
-    def __post_init__(self) -> None:
-        _canonicalize(self, "dim")
-
-    def __str__(self) -> str:
-        return f"{self.name}({axes_text(self.axes)}, dim {self.dim})"
-
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
-class AllReduce:
+class AllReduce(_AlongAxes):
     """Unreduced to invariant or reduced: the ranks of each group add up their partial sums.
 
     Transpose: `InvariantToReduced`, or with `to="reduced"` itself.
@@ -170,15 +173,9 @@ class AllReduce:
     kind: str = "sum"
     name: ClassVar[str] = "all_reduce"
 
-    def __post_init__(self) -> None:
-        _canonicalize(self)
-
-    def __str__(self) -> str:
-        return f"{self.name}({axes_text(self.axes)}){_to_text(self.to, self.kind)}"
-
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
-class ReduceScatter:
+class ReduceScatter(_AlongAxes):
     """Unreduced to sharded: partial sums are added up, and every rank keeps its slice.
 
     Transpose: `AllGather` to reduced.
@@ -198,15 +195,9 @@ class ReduceScatter:
     sizes: Sizes = None
     name: ClassVar[str] = "reduce_scatter"
 
-    def __post_init__(self) -> None:
-        _canonicalize(self, "dim")
-
-    def __str__(self) -> str:
-        return f"{self.name}({axes_text(self.axes)}, dim {self.dim})"
-
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
-class AllToAll:
+class AllToAll(_AlongAxes):
     """Sharded to sharded: axes leave the minor end of one dim for the minor end of another.
 
     Several such moves can share one launch: first all axes leave their dims, in reverse order of
@@ -232,7 +223,7 @@ class AllToAll:
     name: ClassVar[str] = "all_to_all"
 
     def __post_init__(self) -> None:
-        _canonicalize(self, "src_dim", "dst_dim")
+        _AlongAxes.__post_init__(self)
         also = tuple(self.also) if isinstance(self.also, list | tuple) else (self.also,)
         if not all(isinstance(move, AllToAll) and not move.also for move in also):
             fail("fs.AllToAll", f"also={self.also!r}", "also must be AllToAll steps without `also`",
@@ -348,7 +339,7 @@ class Remesh:
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
-class InvariantToReduced:
+class InvariantToReduced(_AlongAxes):
     """Invariant to reduced: each rank uses the same value for different work from then on.
 
     Transpose: `AllReduce`.
@@ -366,16 +357,9 @@ class InvariantToReduced:
     kind: str = "sum"
     name: ClassVar[str] = "invariant_to_reduced"
 
-    def __post_init__(self) -> None:
-        _canonicalize(self)
-
-    def __str__(self) -> str:
-        kind = "" if self.kind == "sum" else f", {self.kind}"
-        return f"{self.name}({axes_text(self.axes)}{kind})"
-
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
-class ReducedToInvariant:
+class ReducedToInvariant(_AlongAxes):
     """Reduced to invariant; nothing is sent. Transpose: `ReplicatedToUnreduced`.
 
     Args:
@@ -389,15 +373,9 @@ class ReducedToInvariant:
     axes: tuple[str, ...]
     name: ClassVar[str] = "reduced_to_invariant"
 
-    def __post_init__(self) -> None:
-        _canonicalize(self)
-
-    def __str__(self) -> str:
-        return f"{self.name}({axes_text(self.axes)})"
-
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
-class ReplicatedToUnreduced:
+class ReplicatedToUnreduced(_AlongAxes):
     """Invariant or reduced to unreduced: the value on coordinate 0, the neutral element elsewhere.
 
     For an average all ranks keep it. Transpose: `ReducedToInvariant`, or for reduced axes itself.
@@ -415,16 +393,9 @@ class ReplicatedToUnreduced:
     kind: str = "sum"
     name: ClassVar[str] = "replicated_to_unreduced"
 
-    def __post_init__(self) -> None:
-        _canonicalize(self)
-
-    def __str__(self) -> str:
-        kind = "" if self.kind == "sum" else f", {self.kind}"
-        return f"{self.name}({axes_text(self.axes)}{kind})"
-
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
-class ShardedToUnreduced:
+class ShardedToUnreduced(_AlongAxes):
     """Sharded to unreduced: each rank embeds its shard in neutral elements; nothing is sent.
 
     Transpose: `AllSlice` of reduced axes, or itself with `axes` and `by` exchanged.
@@ -448,13 +419,8 @@ class ShardedToUnreduced:
     name: ClassVar[str] = "sharded_to_unreduced"
 
     def __post_init__(self) -> None:
-        _canonicalize(self, "dim")
+        _AlongAxes.__post_init__(self)
         object.__setattr__(self, "by", as_axes(self.by))
-
-    def __str__(self) -> str:
-        kind = "" if self.kind == "sum" else f", {self.kind}"
-        by = f" by {axes_text(self.by)}" if self.by else ""
-        return f"{self.name}({axes_text(self.axes)}, dim {self.dim}{by}{kind})"
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)

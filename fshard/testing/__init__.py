@@ -18,15 +18,6 @@ from fshard.testing.one_device import assert_like_one_device
 from fshard.testing.ranks import Outcome, RankDied, RankHung, outcomes, run_ranks
 
 __all__ = [
-    "Outcome",
-    "RankDied",
-    "RankHung",
-    "assert_communicates",
-    "assert_fits",
-    "assert_layout",
-    "assert_like_one_device",
-    "assert_local",
-    "meshes",
-    "outcomes",
-    "run_ranks",
-]
+    "Outcome", "RankDied", "RankHung", "assert_communicates", "assert_fits", "assert_layout",
+    "assert_like_one_device", "assert_local", "meshes", "outcomes", "run_ranks",
+]  # fmt: skip

@@ -17,22 +17,12 @@ from fshard.ops.trace.functionalize import aliases, writes
 
 Tensor = torch.Tensor
 READS: frozenset[Any] = frozenset(
-    (
-        Tensor.item,
-        Tensor.tolist,
-        Tensor.__bool__,
-        Tensor.__int__,
-        Tensor.__float__,
-        Tensor.__index__,
-        Tensor.__complex__,
-        torch.equal,
-        Tensor.equal,
-        torch.allclose,
-        Tensor.allclose,
-        torch.is_nonzero,
-        Tensor.is_nonzero,
-    )
-)
+    getattr(owner, name)
+    for owner, names in (
+        (Tensor, "item tolist __bool__ __int__ __float__ __index__ __complex__"),
+        (Tensor, "equal allclose is_nonzero"), (torch, "equal allclose is_nonzero"),
+    ) for name in names.split()
+)  # fmt: skip
 """Functions that return values of tensors."""
 SIZED_BY_VALUES: frozenset[Any] = frozenset(
     (
