@@ -189,11 +189,9 @@ def _entry(dim: int, entry: object, problems: list[Problem]) -> tuple[str, ...]:
 
 
 def _kinds(
-    word: str,
-    axes: Iterable[str] | Mapping[str, str],
-    allowed: Sequence[str],
+    word: str, axes: Iterable[str] | Mapping[str, str], allowed: Sequence[str],
     problems: list[Problem],
-) -> Kinds:
+) -> Kinds:  # fmt: skip
     if isinstance(axes, str):
         axes = (axes,)
     kinds = dict(axes) if isinstance(axes, Mapping) else dict.fromkeys(axes, "sum")

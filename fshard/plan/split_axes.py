@@ -23,13 +23,9 @@ MAX_AXES = 5
 
 
 def plan_steps(
-    src: Spec,
-    dst: Spec,
-    topology: Topology | None,
-    max_memory: int | None = None,
-    exclude: frozenset[type] = frozenset(),
-    limit: float = math.inf,
-) -> list[Step] | None:
+    src: Spec, dst: Spec, topology: Topology | None, max_memory: int | None = None,
+    exclude: frozenset[type] = frozenset(), limit: float = math.inf,
+) -> list[Step] | None:  # fmt: skip
     """Return the cheapest steps from `src` to `dst`, along axes of the mesh or parts of them.
 
     None if there are none within the restrictions, or none that cost less than `limit`.

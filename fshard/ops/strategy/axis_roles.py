@@ -139,12 +139,10 @@ def _factor_states(dims: Dims | None) -> FactorStates:
 
 
 def _sharding_role(
-    rule: Rule,
-    factor: str,
-    shared: Sequence[AxisState],
+    rule: Rule, factor: str, shared: Sequence[AxisState],
     factor_states: tuple[Sequence[FactorStates], Sequence[FactorStates]],
     results: Sequence[Meta | None],
-) -> Role:
+) -> Role:  # fmt: skip
     """Return the role that shards `factor`, and the slices of it, wherever they occur."""
     kinds, sharded = dict(rule.reductions), rule.with_slices(factor)
     if rule.kind(factor) == "sum":

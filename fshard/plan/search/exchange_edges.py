@@ -70,15 +70,9 @@ class ExchangeEdges:
         return problem.local_cost(copied), make_step, after
 
     def collective(
-        self,
-        make_step: StepFactory,
-        axes: Axes,
-        before: SearchLayout,
-        after: SearchLayout,
-        moved: Traffic | None,
-        copied: int,
-        reduced_ranks: int = 1,
-    ) -> Edge | None:
+        self, make_step: StepFactory, axes: Axes, before: SearchLayout, after: SearchLayout,
+        moved: Traffic | None, copied: int, reduced_ranks: int = 1,
+    ) -> Edge | None:  # fmt: skip
         """Return an edge with traffic, or None if it costs more than `limit`.
 
         `moved` is None if the traffic has no closed form; it is then computed if it may matter.

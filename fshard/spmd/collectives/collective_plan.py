@@ -159,11 +159,9 @@ _PLANS: BoundedDict[Hashable, CollectivePlan] = BoundedDict()
 
 
 def _plan_key(
-    make_plan: Callable[..., CollectivePlan],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    make_plan: Callable[..., CollectivePlan], args: tuple[Any, ...], kwargs: dict[str, Any],
     bound: BoundAxes | None,
-) -> Hashable | None:
+) -> Hashable | None:  # fmt: skip
     """Return the cache key of a plan, or None for arguments that a key cannot hold."""
     arguments = plain_key(args, kwargs)
     if arguments is None:
@@ -174,11 +172,9 @@ def _plan_key(
 
 
 def _cached_plan(
-    key: Hashable,
-    make_plan: Callable[..., CollectivePlan],
-    args: tuple[Any, ...],
+    key: Hashable, make_plan: Callable[..., CollectivePlan], args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> CollectivePlan:
+) -> CollectivePlan:  # fmt: skip
     """Return the plan of a collective with these arguments and the axes bound now."""
     if key is None:
         return _make_plan(make_plan, args, kwargs)
@@ -300,13 +296,9 @@ _RECORDINGS = Recordings()
 
 
 def _recording(
-    plan_key: Hashable,
-    make_plan: Callable[..., CollectivePlan],
-    x: torch.Tensor,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    bound: BoundAxes | None,
-) -> Recording | None:
+    plan_key: Hashable, make_plan: Callable[..., CollectivePlan], x: torch.Tensor,
+    args: tuple[Any, ...], kwargs: dict[str, Any], bound: BoundAxes | None,
+) -> Recording | None:  # fmt: skip
     """Return the captured collective for tensors like `x` on this rank, or None.
 
     Collectives are captured only under `torchrun`, over this process's own transport.
@@ -330,14 +322,9 @@ def _recording(
 
 
 def _capture(
-    key: Hashable,
-    make_plan: Callable[..., CollectivePlan],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    x: torch.Tensor,
-    transport: Transport,
-    needs_grad: bool,
-) -> Recording | None:
+    key: Hashable, make_plan: Callable[..., CollectivePlan], args: tuple[Any, ...],
+    kwargs: dict[str, Any], x: torch.Tensor, transport: Transport, needs_grad: bool,
+) -> Recording | None:  # fmt: skip
     plan = _cached_plan(key, make_plan, args, kwargs)
     like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
     like.requires_grad_(needs_grad)
