@@ -100,8 +100,7 @@ def normal(
     Args:
         key: A key, int64 of shape `(2,)`, from `fs.random.key`, `split` or `fold_in`.
         spec: An `fs.Spec`, a tensor, or a shape; as of `uniform`.
-        dtype: As of `uniform`.
-        device: As of `uniform`.
+        dtype, device: As of `uniform`.
 
     Returns:
         An `fs.Sharded` pair if `spec` is an `fs.Spec`, else a tensor.
@@ -134,8 +133,7 @@ def exponential(
     Args:
         key: A key, int64 of shape `(2,)`, from `fs.random.key`, `split` or `fold_in`.
         spec: An `fs.Spec`, a tensor, or a shape; as of `uniform`.
-        dtype: As of `uniform`.
-        device: As of `uniform`.
+        dtype, device: As of `uniform`.
 
     Returns:
         An `fs.Sharded` pair if `spec` is an `fs.Spec`, else a tensor.
@@ -256,8 +254,7 @@ def dropout_mask(
         key: A key, int64 of shape `(2,)`, from `fs.random.key`, `split` or `fold_in`.
         spec: An `fs.Spec`, a tensor, or a shape; as of `uniform`.
         p: Probability of a zero, from 0 to 1.
-        dtype: As of `uniform`.
-        device: As of `uniform`.
+        dtype, device: As of `uniform`.
 
     Returns:
         An `fs.Sharded` pair if `spec` is an `fs.Spec`, else a tensor. `x * mask` has the gradient

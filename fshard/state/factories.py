@@ -51,9 +51,7 @@ def ones(spec: Spec, /, *, device: Device = None, requires_grad: bool = False) -
 
     Args:
         spec: layout, global shape and dtype of the result.
-        device: device of the locals; by default PyTorch's or, if that is the CPU, the one of
-            `fs.init`'s backend.
-        requires_grad: whether autograd records operations on the locals, which are leaves.
+        device, requires_grad: as of `zeros`.
 
     Returns:
         The pair; in a simulation its local is the tuple of all shards.
@@ -77,9 +75,7 @@ def full(
     Args:
         spec: layout, global shape and dtype of the result.
         fill_value: the value of all elements, a number.
-        device: device of the locals; by default PyTorch's or, if that is the CPU, the one of
-            `fs.init`'s backend.
-        requires_grad: whether autograd records operations on the locals, which are leaves.
+        device, requires_grad: as of `zeros`.
 
     Returns:
         The pair; in a simulation its local is the tuple of all shards.
@@ -105,9 +101,7 @@ def empty(spec: Spec, /, *, device: Device = None, requires_grad: bool = False) 
     Args:
         spec: layout, global shape and dtype of the result. Replicas, too, have arbitrary values:
             write the same to all of them.
-        device: device of the locals; by default PyTorch's or, if that is the CPU, the one of
-            `fs.init`'s backend.
-        requires_grad: whether autograd records operations on the locals, which are leaves.
+        device, requires_grad: as of `zeros`.
 
     Returns:
         The pair; in a simulation its local is the tuple of all shards.
@@ -145,9 +139,7 @@ def arange(
         spec: layout, size and dtype of the result; it has one dim.
         start: the first element.
         step: the difference of neighbours.
-        device: device of the locals; by default PyTorch's or, if that is the CPU, the one of
-            `fs.init`'s backend.
-        requires_grad: whether autograd records operations on the locals, which are leaves.
+        device, requires_grad: as of `zeros`.
 
     Returns:
         The pair; in a simulation its local is the tuple of all shards.
@@ -187,9 +179,7 @@ def eye(spec: Spec, /, *, device: Device = None, requires_grad: bool = False) ->
     Args:
         spec: layout, shape and dtype of the result, `(rows, columns)`. Dims before these two are
             batch dims.
-        device: device of the locals; by default PyTorch's or, if that is the CPU, the one of
-            `fs.init`'s backend.
-        requires_grad: whether autograd records operations on the locals, which are leaves.
+        device, requires_grad: as of `zeros`.
 
     Returns:
         The pair; in a simulation its local is the tuple of all shards.
@@ -220,9 +210,7 @@ def tril(
         spec: layout, shape and dtype of the result, `(rows, columns)`. Dims before these two are
             batch dims.
         diagonal: the diagonal, 0 for the main one, positive above it.
-        device: device of the locals; by default PyTorch's or, if that is the CPU, the one of
-            `fs.init`'s backend.
-        requires_grad: whether autograd records operations on the locals, which are leaves.
+        device, requires_grad: as of `zeros`.
 
     Returns:
         The pair; in a simulation its local is the tuple of all shards.
@@ -251,9 +239,7 @@ def triu(
         spec: layout, shape and dtype of the result, `(rows, columns)`. Dims before these two are
             batch dims.
         diagonal: the diagonal, 0 for the main one, positive above it.
-        device: device of the locals; by default PyTorch's or, if that is the CPU, the one of
-            `fs.init`'s backend.
-        requires_grad: whether autograd records operations on the locals, which are leaves.
+        device, requires_grad: as of `zeros`.
 
     Returns:
         The pair; in a simulation its local is the tuple of all shards.
@@ -306,8 +292,7 @@ def ones_like(
 
     Args:
         pair: `(local, spec)`, whose values are not read.
-        dtype: dtype of the result; by default the dtype of the pair.
-        requires_grad: whether autograd records operations on the locals, which are leaves.
+        dtype, requires_grad: as of `zeros_like`.
 
     Returns:
         The pair.
@@ -337,8 +322,7 @@ def full_like(
     Args:
         pair: `(local, spec)`, whose values are not read.
         fill_value: the value of all elements, a number.
-        dtype: dtype of the result; by default the dtype of the pair.
-        requires_grad: whether autograd records operations on the locals, which are leaves.
+        dtype, requires_grad: as of `zeros_like`.
 
     Returns:
         The pair.
@@ -362,8 +346,7 @@ def empty_like(
 
     Args:
         pair: `(local, spec)`, whose values are not read.
-        dtype: dtype of the result; by default the dtype of the pair.
-        requires_grad: whether autograd records operations on the locals, which are leaves.
+        dtype, requires_grad: as of `zeros_like`.
 
     Returns:
         The pair.
