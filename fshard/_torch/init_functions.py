@@ -31,9 +31,7 @@ def _patched(original: Callable[..., Any], replacement: Callable[..., Any]) -> I
                 vars(init)[name] = original
 
 
-def patched_trunc_normal(
-    fill: Callable[..., torch.Tensor | None],
-) -> AbstractContextManager[None]:
+def patched_trunc_normal(fill: Callable[..., torch.Tensor | None]) -> AbstractContextManager[None]:
     """Make `torch.nn.init.trunc_normal_` call `fill(tensor, mean, std, a, b)` in a block.
 
     A function mode does not see the function, and a trace cannot run its loop. Where `fill` returns

@@ -12,12 +12,7 @@ from typing import Any
 import torch
 
 from fshard._util.errors import fail
-from fshard.layout.mesh import (
-    Mesh,
-    from_device_mesh_hook,
-    read_device_mesh,
-    to_device_mesh_hook,
-)
+from fshard.layout.mesh import Mesh, from_device_mesh_hook, read_device_mesh, to_device_mesh_hook
 from fshard.layout.sharded import Pair, Sharded
 from fshard.layout.spec import Spec
 from fshard.layout.tree import is_pair

@@ -32,10 +32,7 @@ from fshard.ops.propagate.choice_hints import RoleHint
 from fshard.ops.trace.trace import TracedFunction, refuse_autocast
 from fshard.partition import arguments
 from fshard.partition.arguments import CallSignature
-from fshard.partition.assignment.fastest_assignment import (
-    copy_aliased_results,
-    fastest_assignment,
-)
+from fshard.partition.assignment.fastest_assignment import copy_aliased_results, fastest_assignment
 from fshard.partition.execution.remat_plan import Remat, check_remat
 from fshard.partition.function_traces import FunctionTraces
 from fshard.partition.ir import Ref, Write

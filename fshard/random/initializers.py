@@ -43,7 +43,8 @@ def trunc_normal(
         std: Its standard deviation, above 0.
         a: Lower limit of the values, not of multiples of `std`.
         b: Upper limit.
-        dtype, device: As of `fs.random.normal`.
+        dtype: As of `fs.random.normal`.
+        device: As of `fs.random.normal`.
 
     Returns:
         An `fs.Sharded` pair if `spec` is an `fs.Spec`, else a tensor.
@@ -90,7 +91,8 @@ def xavier_uniform(
         key: A key, int64 of shape `(2,)`.
         spec: An `fs.Spec`, a tensor, or a shape, `(fan_out, fan_in, *kernel)`.
         gain: Factor of the standard deviation, `torch.nn.init.calculate_gain(nonlinearity)`.
-        dtype, device: As of `fs.random.uniform`.
+        dtype: As of `fs.random.uniform`.
+        device: As of `fs.random.uniform`.
 
     Returns:
         An `fs.Sharded` pair if `spec` is an `fs.Spec`, else a tensor.
@@ -120,7 +122,8 @@ def xavier_normal(
         key: A key, int64 of shape `(2,)`.
         spec: An `fs.Spec`, a tensor, or a shape, `(fan_out, fan_in, *kernel)`.
         gain: Factor of the standard deviation, `torch.nn.init.calculate_gain(nonlinearity)`.
-        dtype, device: As of `fs.random.normal`.
+        dtype: As of `fs.random.normal`.
+        device: As of `fs.random.normal`.
 
     Returns:
         An `fs.Sharded` pair if `spec` is an `fs.Spec`, else a tensor.
@@ -151,7 +154,8 @@ def kaiming_uniform(
         a: Negative slope of the leaky rectifier that follows.
         mode: `"fan_in"` keeps the variance of values, `"fan_out"` that of gradients.
         nonlinearity: Name of the function that follows, which determines the gain.
-        dtype, device: As of `fs.random.uniform`.
+        dtype: As of `fs.random.uniform`.
+        device: As of `fs.random.uniform`.
 
     Returns:
         An `fs.Sharded` pair if `spec` is an `fs.Spec`, else a tensor.
@@ -184,7 +188,8 @@ def kaiming_normal(
         a: Negative slope of the leaky rectifier that follows.
         mode: `"fan_in"` keeps the variance of values, `"fan_out"` that of gradients.
         nonlinearity: Name of the function that follows, which determines the gain.
-        dtype, device: As of `fs.random.normal`.
+        dtype: As of `fs.random.normal`.
+        device: As of `fs.random.normal`.
 
     Returns:
         An `fs.Sharded` pair if `spec` is an `fs.Spec`, else a tensor.

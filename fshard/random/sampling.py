@@ -100,7 +100,8 @@ def normal(
     Args:
         key: A key, int64 of shape `(2,)`, from `fs.random.key`, `split` or `fold_in`.
         spec: An `fs.Spec`, a tensor, or a shape; as of `uniform`.
-        dtype, device: As of `uniform`.
+        dtype: As of `uniform`.
+        device: As of `uniform`.
 
     Returns:
         An `fs.Sharded` pair if `spec` is an `fs.Spec`, else a tensor.
@@ -133,7 +134,8 @@ def exponential(
     Args:
         key: A key, int64 of shape `(2,)`, from `fs.random.key`, `split` or `fold_in`.
         spec: An `fs.Spec`, a tensor, or a shape; as of `uniform`.
-        dtype, device: As of `uniform`.
+        dtype: As of `uniform`.
+        device: As of `uniform`.
 
     Returns:
         An `fs.Sharded` pair if `spec` is an `fs.Spec`, else a tensor.
@@ -254,7 +256,8 @@ def dropout_mask(
         key: A key, int64 of shape `(2,)`, from `fs.random.key`, `split` or `fold_in`.
         spec: An `fs.Spec`, a tensor, or a shape; as of `uniform`.
         p: Probability of a zero, from 0 to 1.
-        dtype, device: As of `uniform`.
+        dtype: As of `uniform`.
+        device: As of `uniform`.
 
     Returns:
         An `fs.Sharded` pair if `spec` is an `fs.Spec`, else a tensor. `x * mask` has the gradient

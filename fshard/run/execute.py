@@ -323,12 +323,7 @@ def check_shards(local: Any, spec: Spec, where: str) -> tuple[torch.Tensor, ...]
 def check_tuple(local: Any, mesh: Mesh, where: str) -> tuple[torch.Tensor, ...]:
     """Return `local` as one tensor per rank, all on one device, or raise `ShardingError`."""
     if is_pair(local):
-        fail(
-            where,
-            "a pair",
-            "a local must be without its spec, which is known here",
-            "pair.local",
-        )
+        fail(where, "a pair", "a local must be without its spec, which is known here", "pair.local")
     is_tensor = (
         [isinstance(x, torch.Tensor) for x in local] if isinstance(local, Sequence) else None
     )

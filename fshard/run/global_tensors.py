@@ -156,10 +156,7 @@ def _layout_of(x: Any, layout: Any, partition: Any, where: str) -> Spec:
 
 @graph_node
 def shard(
-    global_tensor: torch.Tensor,
-    spec: Spec | Mesh,
-    partition: PartitionSpec | None = None,
-    /,
+    global_tensor: torch.Tensor, spec: Spec | Mesh, partition: PartitionSpec | None = None, /
 ) -> Sharded:
     """Shard a global tensor that every process holds, without communication.
 

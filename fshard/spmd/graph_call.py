@@ -30,12 +30,7 @@ from fshard.layout.spec import Spec
 from fshard.run.graphs.graph_node import graph_node, warn_last_graph, with_planned_sizes
 from fshard.run.transports.base import current_transport, is_simulated
 from fshard.spmd.axis_env import GRAPH_AXES, BoundAxes, current_axes, current_tracker
-from fshard.spmd.tracking.typed_body import (
-    new_tracker,
-    pause_types,
-    set_argument_types,
-    track_body,
-)
+from fshard.spmd.tracking.typed_body import new_tracker, pause_types, set_argument_types, track_body
 
 if TYPE_CHECKING:
     from fshard.spmd.mapped_function import MappedFunction

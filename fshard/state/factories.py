@@ -51,7 +51,8 @@ def ones(spec: Spec, /, *, device: Device = None, requires_grad: bool = False) -
 
     Args:
         spec: layout, global shape and dtype of the result.
-        device, requires_grad: as of `zeros`.
+        device: as of `zeros`.
+        requires_grad: as of `zeros`.
 
     Returns:
         The pair; in a simulation its local is the tuple of all shards.
@@ -75,7 +76,8 @@ def full(
     Args:
         spec: layout, global shape and dtype of the result.
         fill_value: the value of all elements, a number.
-        device, requires_grad: as of `zeros`.
+        device: as of `zeros`.
+        requires_grad: as of `zeros`.
 
     Returns:
         The pair; in a simulation its local is the tuple of all shards.
@@ -101,7 +103,8 @@ def empty(spec: Spec, /, *, device: Device = None, requires_grad: bool = False) 
     Args:
         spec: layout, global shape and dtype of the result. Replicas, too, have arbitrary values:
             write the same to all of them.
-        device, requires_grad: as of `zeros`.
+        device: as of `zeros`.
+        requires_grad: as of `zeros`.
 
     Returns:
         The pair; in a simulation its local is the tuple of all shards.
@@ -139,7 +142,8 @@ def arange(
         spec: layout, size and dtype of the result; it has one dim.
         start: the first element.
         step: the difference of neighbours.
-        device, requires_grad: as of `zeros`.
+        device: as of `zeros`.
+        requires_grad: as of `zeros`.
 
     Returns:
         The pair; in a simulation its local is the tuple of all shards.
@@ -179,7 +183,8 @@ def eye(spec: Spec, /, *, device: Device = None, requires_grad: bool = False) ->
     Args:
         spec: layout, shape and dtype of the result, `(rows, columns)`. Dims before these two are
             batch dims.
-        device, requires_grad: as of `zeros`.
+        device: as of `zeros`.
+        requires_grad: as of `zeros`.
 
     Returns:
         The pair; in a simulation its local is the tuple of all shards.
@@ -210,7 +215,8 @@ def tril(
         spec: layout, shape and dtype of the result, `(rows, columns)`. Dims before these two are
             batch dims.
         diagonal: the diagonal, 0 for the main one, positive above it.
-        device, requires_grad: as of `zeros`.
+        device: as of `zeros`.
+        requires_grad: as of `zeros`.
 
     Returns:
         The pair; in a simulation its local is the tuple of all shards.
@@ -239,7 +245,8 @@ def triu(
         spec: layout, shape and dtype of the result, `(rows, columns)`. Dims before these two are
             batch dims.
         diagonal: the diagonal, 0 for the main one, positive above it.
-        device, requires_grad: as of `zeros`.
+        device: as of `zeros`.
+        requires_grad: as of `zeros`.
 
     Returns:
         The pair; in a simulation its local is the tuple of all shards.
@@ -292,7 +299,8 @@ def ones_like(
 
     Args:
         pair: `(local, spec)`, whose values are not read.
-        dtype, requires_grad: as of `zeros_like`.
+        dtype: dtype of the result; by default the dtype of the pair.
+        requires_grad: whether autograd records operations on the locals, which are leaves.
 
     Returns:
         The pair.
@@ -322,7 +330,8 @@ def full_like(
     Args:
         pair: `(local, spec)`, whose values are not read.
         fill_value: the value of all elements, a number.
-        dtype, requires_grad: as of `zeros_like`.
+        dtype: dtype of the result; by default the dtype of the pair.
+        requires_grad: whether autograd records operations on the locals, which are leaves.
 
     Returns:
         The pair.
@@ -346,7 +355,8 @@ def empty_like(
 
     Args:
         pair: `(local, spec)`, whose values are not read.
-        dtype, requires_grad: as of `zeros_like`.
+        dtype: dtype of the result; by default the dtype of the pair.
+        requires_grad: whether autograd records operations on the locals, which are leaves.
 
     Returns:
         The pair.
@@ -385,10 +395,7 @@ def _layout_of(
         fail(where, f"a {type(pair).__name__}", "the argument must be a pair (local, spec)",
              f"fs.{where[3:-5]}(spec) of a Spec")  # fmt: skip
     _, spec = pair
-    return (
-        spec if dtype is None else spec.replace(dtype=dtype),
-        device_of(pair),
-    )
+    return (spec if dtype is None else spec.replace(dtype=dtype), device_of(pair))
 
 
 def _check_target(where: str, spec: object, requires_grad: bool) -> None:

@@ -36,23 +36,12 @@ from fshard.ops.core.call import (
     map_call,
     name_of,
 )
-from fshard.ops.core.registry import (
-    Row,
-    functional_of,
-    read_arguments,
-    registry_version,
-    row_of,
-)
+from fshard.ops.core.registry import Row, functional_of, read_arguments, registry_version, row_of
 from fshard.ops.core.rule import Rule
 from fshard.ops.core.rule import rule as parse_rule
 from fshard.ops.core.sharding_lists import rule_from_shardings
 from fshard.ops.meta.result_metas import result_metas
-from fshard.ops.propagate.choice_hints import (
-    NO_ARGUMENTS,
-    Arguments,
-    LayoutHint,
-    OperandAxes,
-)
+from fshard.ops.propagate.choice_hints import NO_ARGUMENTS, Arguments, LayoutHint, OperandAxes
 from fshard.ops.propagate.foreach import foreach_strategy, is_foreach
 from fshard.ops.propagate.select import select_strategy
 from fshard.ops.strategy.strategy import Strategy

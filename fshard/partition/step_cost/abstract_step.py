@@ -44,11 +44,7 @@ from fshard.partition.ir import (
     specs_text,
 )
 from fshard.partition.step_cost.roofline import BACKWARD
-from fshard.partition.step_cost.step_record import (
-    RecordedLine,
-    StepRecord,
-    StepRecorder,
-)
+from fshard.partition.step_cost.step_record import RecordedLine, StepRecord, StepRecorder
 from fshard.partition.step_cost.step_transport import GlooStepTransport, StepTransport
 from fshard.program.program import Program
 from fshard.run.transports.base import as_rank, unobserved

@@ -25,12 +25,7 @@ from fshard.partition.step_cost.memory_timeline import (
     MemoryPoint,
     StepMemory,
 )
-from fshard.partition.step_cost.roofline import (
-    COMMUNICATION,
-    COMPUTE,
-    Roofline,
-    StepEvent,
-)
+from fshard.partition.step_cost.roofline import COMMUNICATION, COMPUTE, Roofline, StepEvent
 from fshard.partition.step_cost.step_record import (
     AllocatedBlock,
     AwaitedCollective,

@@ -18,13 +18,7 @@ from fshard.layout.validation import has_mixed_reductions
 from fshard.plan.search.all_to_all_edges import AxisRuns
 from fshard.plan.search.exchange_edges import Edge, ExchangeEdges, StepFactory
 from fshard.plan.search.problem import SearchProblem
-from fshard.plan.search.search_layout import (
-    Axes,
-    SearchLayout,
-    add_kinds,
-    all_to_all_of,
-    subsets,
-)
+from fshard.plan.search.search_layout import Axes, SearchLayout, add_kinds, all_to_all_of, subsets
 from fshard.program.cost.traffic import (
     Traffic,
     all_gather_traffic,

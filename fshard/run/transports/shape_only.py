@@ -22,13 +22,7 @@ from fshard.program.cost.rank_overlap import places
 from fshard.program.cost.shard_overlap import shard_indices
 from fshard.program.cost.topology import Topology
 from fshard.program.cost.traffic import Traffic, all_gather_traffic, all_reduce_traffic
-from fshard.run.transports.base import (
-    TRACE_DEPTH,
-    Finish,
-    Group,
-    current_transport,
-    refuse_traced,
-)
+from fshard.run.transports.base import TRACE_DEPTH, Finish, Group, current_transport, refuse_traced
 
 _META_IS_REAL: ContextVar[bool] = ContextVar("fshard_meta_is_real", default=False)
 

@@ -16,13 +16,7 @@ from fshard.layout.mesh import Mesh, as_mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.sharded import Sharded
 from fshard.layout.spec import Spec
-from fshard.layout.tree import (
-    broadcast_prefix,
-    flatten,
-    leaf_names,
-    read_placements,
-    unflatten,
-)
+from fshard.layout.tree import broadcast_prefix, flatten, leaf_names, read_placements, unflatten
 from fshard.run.creation import create_pair, default_device
 from fshard.state.checkpoints.checkpoint_index import (
     HUGGING_FACE_INDEX,

@@ -19,13 +19,7 @@ import torch
 
 from fshard._util.errors import Problem, fail, raise_if
 from fshard.state.checkpoints.checkpoint_index import StoredShard, StoredTensor
-from fshard.state.checkpoints.shard_files import (
-    DTYPES,
-    checksum,
-    crc32,
-    memory_of,
-    safetensors,
-)
+from fshard.state.checkpoints.shard_files import DTYPES, checksum, crc32, memory_of, safetensors
 
 Ranges = Sequence[tuple[int, int]]
 """First and last index, exclusive, in each dim of a tensor in a file."""

@@ -25,10 +25,7 @@ GPT2 = (  # a Conv1D has a weight of inputs by outputs
     (r".*\.c_proj\.weight", 0),
     (r"(.*\.)?(wte|lm_head)\.weight", 0),
 )
-VIT = (
-    (r".*\.([qkv]_proj|fc1)\.(weight|bias)", 0),
-    (r".*\.(o_proj|fc2)\.weight", 1),
-)
+VIT = ((r".*\.([qkv]_proj|fc1)\.(weight|bias)", 0), (r".*\.(o_proj|fc2)\.weight", 1))
 T5 = (
     (r".*Attention\.[qkv]\.weight|.*\.wi(_\d)?\.weight", 0),
     (r".*Attention\.o\.weight|.*\.wo\.weight|.*\.relative_attention_bias\.weight", 1),

@@ -18,18 +18,8 @@ from fshard.ops.core.builders import all_modes, linear_modes, unread_modes
 from fshard.ops.core.call import OpCall, argument
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Mode, Rule
-from fshard.ops.rules.view.view_factors import (
-    factor_names,
-    letter_dims,
-    reshape_factors,
-)
-from fshard.ops.strategy.local_call import (
-    Args,
-    Kwargs,
-    LocalCall,
-    LocalRewrite,
-    RankContext,
-)
+from fshard.ops.rules.view.view_factors import factor_names, letter_dims, reshape_factors
+from fshard.ops.strategy.local_call import Args, Kwargs, LocalCall, LocalRewrite, RankContext
 
 aten = torch.ops.aten
 
