@@ -47,9 +47,12 @@ class Problem:
 
 
 def raise_if(
-    where: str, problems: Sequence[Problem], *, same_on_all_ranks: bool = False,
+    where: str,
+    problems: Sequence[Problem],
+    *,
+    same_on_all_ranks: bool = False,
     kind: type[ShardingError] = ShardingError,
-) -> None:  # fmt: skip
+) -> None:
     """Raise one error of a kind that lists all `problems`, or return if there are none."""
     if problems:
         body = "\n\n".join(str(problem) for problem in problems)

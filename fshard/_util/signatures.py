@@ -93,9 +93,12 @@ def binding_problems(
 
 
 def _surplus_problem(
-    args: tuple[Any, ...], surplus: tuple[Any, ...], by_position: list[str], free: Parameters,
+    args: tuple[Any, ...],
+    surplus: tuple[Any, ...],
+    by_position: list[str],
+    free: Parameters,
     intended: list[str],
-) -> Problem:  # fmt: skip
+) -> Problem:
     taken = f"only {', '.join(by_position)}" if by_position else "no argument"
     rule = f"{taken} can be positional"
     if free:

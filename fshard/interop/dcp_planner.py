@@ -26,10 +26,12 @@ class BoxPlanner(DefaultSavePlanner):
     """
 
     def __init__(
-        self, boxes: Mapping[tuple[str, tuple[int, ...]], torch.Tensor],
-        shapes: Mapping[str, Sequence[int]], values: Mapping[str, Any],
+        self,
+        boxes: Mapping[tuple[str, tuple[int, ...]], torch.Tensor],
+        shapes: Mapping[str, Sequence[int]],
+        values: Mapping[str, Any],
         paths: Mapping[str, tuple[Any, ...]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.boxes, self.shapes, self.values = boxes, shapes, values
         self.paths = dict(paths)

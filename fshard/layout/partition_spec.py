@@ -189,9 +189,11 @@ def _entry(dim: int, entry: object, problems: list[Problem]) -> tuple[str, ...]:
 
 
 def _kinds(
-    word: str, axes: Iterable[str] | Mapping[str, str], allowed: Sequence[str],
+    word: str,
+    axes: Iterable[str] | Mapping[str, str],
+    allowed: Sequence[str],
     problems: list[Problem],
-) -> Kinds:  # fmt: skip
+) -> Kinds:
     if isinstance(axes, str):
         axes = (axes,)
     kinds = dict(axes) if isinstance(axes, Mapping) else dict.fromkeys(axes, "sum")

@@ -126,9 +126,12 @@ class Spec(NotebookView):
 
     @staticmethod
     def _of(
-        mesh: Mesh, partition: PartitionSpec, shape: tuple[int, ...], dtype: torch.dtype,
+        mesh: Mesh,
+        partition: PartitionSpec,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
         sizes: Sizes,
-    ) -> Spec:  # fmt: skip
+    ) -> Spec:
         """Build from canonical parts without checks, for steps that preserve the invariants."""
         self = object.__new__(GraphSpec)
         _fill(self, mesh, partition, shape, dtype, sizes)
@@ -382,9 +385,12 @@ class Spec(NotebookView):
         return from_placements_hook.call(mesh, placements, shape, dtype)
 
     def _with(
-        self, *, partition: PartitionSpec | None = None, sizes: Sizes | None = None,
+        self,
+        *,
+        partition: PartitionSpec | None = None,
+        sizes: Sizes | None = None,
         dtype: torch.dtype | None = None,
-    ) -> Spec:  # fmt: skip
+    ) -> Spec:
         """Return a spec with canonical parts changed, without checks, for steps."""
         return Spec._of(self.mesh, self.partition if partition is None else partition,
                         self.shape, self.dtype if dtype is None else dtype,
@@ -402,9 +408,13 @@ GraphSpec.__name__ = Spec.__name__  # as errors show it
 
 
 def _fill(
-    spec: Spec, mesh: Mesh, partition: PartitionSpec, shape: tuple[int, ...], dtype: torch.dtype,
+    spec: Spec,
+    mesh: Mesh,
+    partition: PartitionSpec,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
     sizes: Sizes,
-) -> None:  # fmt: skip
+) -> None:
     set_ = object.__setattr__
     set_(spec, "mesh", mesh)
     set_(spec, "partition", partition)

@@ -74,9 +74,12 @@ def type_problems(mesh: object, partition: object, shape: object, dtype: object)
 
 
 def value_problems(
-    mesh: Mesh, partition: PartitionSpec, shape: tuple[int, ...], dtype: torch.dtype,
+    mesh: Mesh,
+    partition: PartitionSpec,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
     uneven: str | None,
-) -> list[Problem]:  # fmt: skip
+) -> list[Problem]:
     """Return the problems of a spec that do not depend on its shard sizes."""
     known = ", ".join(mesh.axes)
     problems = [
@@ -133,9 +136,13 @@ def state_problems(unreduced: Kinds, reduced: Kinds, dtype: torch.dtype) -> list
 
 
 def resolve_sizes(
-    mesh: Mesh, dims: tuple[tuple[str, ...], ...], shape: tuple[int, ...],
-    sizes_of: dict[int, tuple[int, ...]], uneven: str | None, problems: list[Problem],
-) -> Sizes:  # fmt: skip
+    mesh: Mesh,
+    dims: tuple[tuple[str, ...], ...],
+    shape: tuple[int, ...],
+    sizes_of: dict[int, tuple[int, ...]],
+    uneven: str | None,
+    problems: list[Problem],
+) -> Sizes:
     """Return for each dim None if its shards are equal, else their sizes; add to `problems`."""
     resolved: list[tuple[int, ...] | None] = []
     for dim, (size, axes) in enumerate(zip(shape, dims, strict=True)):
@@ -186,9 +193,16 @@ def check_plain_tensor(x: object, where: str) -> None:
     if not isinstance(x, torch.Tensor):
         fail(where, f"a {type(x).__name__}", "a global tensor must be a torch.Tensor", _fix_of(x))
     if x.layout is not torch.strided:
-        fail(where, f"a tensor of {x.layout}", "a tensor that is sharded must be dense",
-             "x.to_dense()")  # fmt: skip
+        fail(
+            where,
+            f"a tensor of {x.layout}",
+            "a tensor that is sharded must be dense",
+            "x.to_dense()",
+        )
     if type(x).__module__.startswith("torch.distributed."):
-        fail(where, f"a {type(x).__name__}",
-             "a tensor must be a plain torch.Tensor, without a layout of its own",
-             "x.full_tensor() for the global tensor, or fs.from_dtensor(x), a pair")  # fmt: skip
+        fail(
+            where,
+            f"a {type(x).__name__}",
+            "a tensor must be a plain torch.Tensor, without a layout of its own",
+            "x.full_tensor() for the global tensor, or fs.from_dtensor(x), a pair",
+        )

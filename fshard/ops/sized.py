@@ -47,8 +47,11 @@ def nonzero(x: Tensor, /, *, size: int, fill_value: int | Sequence[int] = 0) -> 
     fills = [fill_value] * x.ndim if isinstance(fill_value, int) else [*fill_value]
     if len(fills) != x.ndim:
         fail(
-            "fs.nonzero", f"fill_value of {len(fills)} items for a tensor of {x.ndim} dims",
-            "fill_value must be an int, or have an item for every dim", "fill_value=0")  # fmt: skip
+            "fs.nonzero",
+            f"fill_value of {len(fills)} items for a tensor of {x.ndim} dims",
+            "fill_value must be an int, or have an item for every dim",
+            "fill_value=0",
+        )
     positions = _first_true(x.ne(0).flatten(), size)
     present = positions < x.numel()
     indices, after = [], x.numel()
@@ -137,9 +140,12 @@ def unique(
     check_size(size, "fs.unique", "size")
     n = x.numel()
     if not n:
-        fail("fs.unique", f"a tensor of shape {tuple(x.shape)}",
-             "x must have an element, for its smallest pads the result",
-             "x.new_zeros(size) in place of it")  # fmt: skip
+        fail(
+            "fs.unique",
+            f"a tensor of shape {tuple(x.shape)}",
+            "x must have an element, for its smallest pads the result",
+            "x.new_zeros(size) in place of it",
+        )
     values, order = x.flatten().sort(stable=True)
     left, right = values[:-1], values[1:]
     differ = (left != right) & ~((left != left) & (right != right))
@@ -185,8 +191,12 @@ def bincount(x: Tensor, weights: Tensor | None = None, /, *, length: int) -> Ten
     """
     check_size(length, "fs.bincount", "length")
     if x.ndim != 1 or is_inexact(x) or x.dtype == torch.bool:
-        fail("fs.bincount", f"a tensor of {x.dtype} of shape {tuple(x.shape)}",
-             "x must be of ints and have one dim", "x.long().flatten()")  # fmt: skip
+        fail(
+            "fs.bincount",
+            f"a tensor of {x.dtype} of shape {tuple(x.shape)}",
+            "x must be of ints and have one dim",
+            "x.long().flatten()",
+        )
     if weights is None:
         weights = torch.ones_like(x, dtype=torch.int64)
     # Values that are left out are summed in an element more.
@@ -197,8 +207,12 @@ def bincount(x: Tensor, weights: Tensor | None = None, /, *, length: int) -> Ten
 def check_size(size: object, where: str, name: str) -> None:
     """Raise `ShardingError` unless a size is an int of 0 or more."""
     if not isinstance(size, int) or isinstance(size, bool) or size < 0:
-        fail(where, f"{name}={size!r}", f"{name} must be an int of 0 or more, known before the run",
-             f"{name}=8; further elements are left out")  # fmt: skip
+        fail(
+            where,
+            f"{name}={size!r}",
+            f"{name} must be an int of 0 or more, known before the run",
+            f"{name}=8; further elements are left out",
+        )
 
 
 def _first_true(mask: Tensor, size: int) -> Tensor:

@@ -353,9 +353,12 @@ def _partition(
 
 
 def _uncached_partition(
-    reference: Callable[[], Any], args: Any, kwargs: Any, topology: Topology | None,
+    reference: Callable[[], Any],
+    args: Any,
+    kwargs: Any,
+    topology: Topology | None,
     resume: Resume | None,
-) -> Partition:  # fmt: skip
+) -> Partition:
     placed, named = unfreeze_call(args, kwargs)
     mesh = instances_in((*placed, *named.values()), Spec)[0].mesh
 
@@ -426,9 +429,12 @@ class _RefuseDraws(DispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
-            fail(f"fs.apply({name_of(self.op)})", f"{func}, which draws random values",
-                 "draws must be keyed: every rank's generator draws other values",
-                 "with fs.random.keyed(key): around the call")  # fmt: skip
+            fail(
+                f"fs.apply({name_of(self.op)})",
+                f"{func}, which draws random values",
+                "draws must be keyed: every rank's generator draws other values",
+                "with fs.random.keyed(key): around the call",
+            )
         return func(*args, **(kwargs or {}))
 
 

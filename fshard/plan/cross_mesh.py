@@ -25,9 +25,12 @@ from fshard.program.steps import Exchange, Remesh, Step
 
 
 def plan_between(
-    src: Spec, dst: Spec, topology: Topology | None, max_memory: int | None = None,
+    src: Spec,
+    dst: Spec,
+    topology: Topology | None,
+    max_memory: int | None = None,
     exclude: frozenset[type] = frozenset(),
-) -> list[Step] | None:  # fmt: skip
+) -> list[Step] | None:
     """Return the cheapest steps from `src` to `dst`, on one mesh or between two, or None."""
     options = topology, max_memory, exclude
     if src.mesh == dst.mesh:
@@ -50,9 +53,12 @@ def plan_between(
 
 
 def _plan_exchange_between(
-    src: Spec, dst: Spec, topology: Topology | None, max_memory: int | None,
+    src: Spec,
+    dst: Spec,
+    topology: Topology | None,
+    max_memory: int | None,
     exclude: frozenset[type],
-) -> list[Step] | None:  # fmt: skip
+) -> list[Step] | None:
     """Return one exchange between the meshes, with the steps around it that make it cheapest."""
     options = topology, max_memory, exclude
     best: list[Step] | None = None

@@ -23,9 +23,13 @@ MAX_AXES = 5
 
 
 def plan_steps(
-    src: Spec, dst: Spec, topology: Topology | None, max_memory: int | None = None,
-    exclude: frozenset[type] = frozenset(), limit: float = math.inf,
-) -> list[Step] | None:  # fmt: skip
+    src: Spec,
+    dst: Spec,
+    topology: Topology | None,
+    max_memory: int | None = None,
+    exclude: frozenset[type] = frozenset(),
+    limit: float = math.inf,
+) -> list[Step] | None:
     """Return the cheapest steps from `src` to `dst`, along axes of the mesh or parts of them.
 
     None if there are none within the restrictions, or none that cost less than `limit`.

@@ -19,9 +19,11 @@ STEPS: tuple[type, ...] = get_args(Step)
 
 
 def as_topology(
-    where: str, topology: Topology | None, default: Topology | None = None,
+    where: str,
+    topology: Topology | None,
+    default: Topology | None = None,
     meshes: Iterable[Mesh] = (),
-) -> Topology:  # fmt: skip
+) -> Topology:
     """Return `topology`, else `default`, else a single node.
 
     Raises `ShardingError` if `topology` is of another type, or has links of axes that `meshes`, if
@@ -137,9 +139,11 @@ def _type_name(item: object) -> str | None:
 
 
 def endpoint_problems(
-    where: str, src: object, dst: object,
+    where: str,
+    src: object,
+    dst: object,
     fix: str = "spec.replace(partition=P(...)) makes the target",
-) -> list[Problem]:  # fmt: skip
+) -> list[Problem]:
     """Return the problems that keep two values from being source and target of a program."""
     if not isinstance(src, Spec) or not isinstance(dst, Spec):
         given = f"{where}({type(src).__name__}, {type(dst).__name__})"

@@ -167,9 +167,11 @@ def _run_in_graph(prog: Program, local: Any, async_op: bool) -> Any:
 
 @graph_node
 def _run_steps(
-    src: Spec, steps: tuple[Step, ...], dtypes: tuple[torch.dtype | None, torch.dtype | None],
+    src: Spec,
+    steps: tuple[Step, ...],
+    dtypes: tuple[torch.dtype | None, torch.dtype | None],
     local: Any,
-) -> Any:  # fmt: skip
+) -> Any:
     """Run the program of these steps, which are constants of a graph."""
     forward, backward = dtypes
     return Program(src, steps, forward_dtype=forward, backward_dtype=backward)(local)

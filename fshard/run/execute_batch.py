@@ -203,8 +203,10 @@ def _by_leaf(ys: Tensors, n: int) -> LeafTensors:
 
 @Hook
 def run_typed_leaves_hook(
-    names: Sequence[str], xs: Tensors, ends: Sequence[tuple[Spec, Spec]],
+    names: Sequence[str],
+    xs: Tensors,
+    ends: Sequence[tuple[Spec, Spec]],
     start: Callable[[Tensors], FinishAll],
-) -> FinishAll:  # fmt: skip
+) -> FinishAll:
     """Return `start(xs)` as `run_typed_hook` does; set by `spmd/tracking/typed_body.py`."""
     raise NotImplementedError

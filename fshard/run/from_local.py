@@ -103,8 +103,12 @@ def from_local(
              "the arguments must be a local, a Mesh and a P",
              "fs.from_local(local, fs.Mesh(x=2), fs.P('x')), say")  # fmt: skip
     if not isinstance(check, bool) and check not in CHECKS:
-        fail("fs.from_local", f"check={check!r}",
-             'check must be True, False, "values" or "broadcast"', 'check="values"')  # fmt: skip
+        fail(
+            "fs.from_local",
+            f"check={check!r}",
+            'check must be True, False, "values" or "broadcast"',
+            'check="values"',
+        )
     mesh.check_axes(partition.axes, "fs.from_local")
     facts, dtype = _gather_facts(local, mesh, communicate=bool(check) or sizes == "infer")
     ranks = list(facts)
@@ -247,9 +251,13 @@ def _dtype_problems(facts: Facts) -> list[Problem]:
 
 
 def _spec_of(
-    shapes: Mapping[int, tuple[int, ...]], mesh: Mesh, partition: PartitionSpec, dtype: torch.dtype,
-    sizes: str | Mapping[int, Sequence[int]], shape: Sequence[int] | None,
-) -> Spec:  # fmt: skip
+    shapes: Mapping[int, tuple[int, ...]],
+    mesh: Mesh,
+    partition: PartitionSpec,
+    dtype: torch.dtype,
+    sizes: str | Mapping[int, Sequence[int]],
+    shape: Sequence[int] | None,
+) -> Spec:
     """Return the spec of locals with these shapes."""
     if sizes == "chunk":
         if shape is None:

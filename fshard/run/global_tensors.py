@@ -99,8 +99,12 @@ def _read_pair(pair: Pair, where: str) -> Sharded:
     if isinstance(pair, Sharded):
         return pair
     if not is_pair(pair):
-        fail(where, f"a {type(pair).__name__}", "a pair must be (local, spec)",
-             "fs.shard makes one from a global tensor, fs.from_local from locals")  # fmt: skip
+        fail(
+            where,
+            f"a {type(pair).__name__}",
+            "a pair must be (local, spec)",
+            "fs.shard makes one from a global tensor, fs.from_local from locals",
+        )
     return Sharded(*pair)
 
 

@@ -96,9 +96,12 @@ class ArgSignature:
 
 
 def match_specs(
-    where: str, signature: ArgSignature, in_specs: Any, args: Sequence[Any],
+    where: str,
+    signature: ArgSignature,
+    in_specs: Any,
+    args: Sequence[Any],
     kwargs: Mapping[str, Any],
-) -> tuple[PathSpec, ...]:  # fmt: skip
+) -> tuple[PathSpec, ...]:
     """Return path and spec of every leaf of `(args, kwargs)`, in the order of that tree's leaves.
 
     They depend on the structure of the arguments alone. Raises `ShardingError` where `in_specs`
@@ -127,9 +130,13 @@ def _arg_name(parameters: Sequence[inspect.Parameter], index: int) -> str:
 
 
 def _entry(
-    where: str, signature: ArgSignature, in_specs: Any, args: Sequence[Any], name: str,
+    where: str,
+    signature: ArgSignature,
+    in_specs: Any,
+    args: Sequence[Any],
+    name: str,
     position: int | None,
-) -> tuple[Any, str]:  # fmt: skip
+) -> tuple[Any, str]:
     """Return the part of `in_specs` for one argument, and its Python expression."""
     if in_specs is None or isinstance(in_specs, PartitionSpec | Spec | DimSpec):
         return in_specs, "in_specs"

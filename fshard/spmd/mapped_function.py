@@ -74,9 +74,16 @@ TENSOR = object()
 
 
 def map_function(
-    fn: Callable[..., Any] | None, where: str, mesh: Mesh | None, in_specs: Any, out_specs: Any,
-    axis_names: frozenset[str] | None, *, redistribute_inputs: bool, check: bool | str,
-) -> Any:  # fmt: skip
+    fn: Callable[..., Any] | None,
+    where: str,
+    mesh: Mesh | None,
+    in_specs: Any,
+    out_specs: Any,
+    axis_names: frozenset[str] | None,
+    *,
+    redistribute_inputs: bool,
+    check: bool | str,
+) -> Any:
     """Return `fn` mapped, or the decorator; None as `axis_names` are all axes of the pairs."""
     options: Any = {"redistribute_inputs": redistribute_inputs, "check": check}
     check_check(check, where)
@@ -137,9 +144,17 @@ class MappedFunction:
     """A function mapped by `shard_map`, and the plans of its calls."""
 
     def __init__(
-        self, fn: Callable[..., Any], where: str, mesh: Mesh | None, in_specs: Any, out_specs: Any,
-        axis_names: frozenset[str] | None, *, redistribute_inputs: bool, check: bool | str,
-    ) -> None:  # fmt: skip
+        self,
+        fn: Callable[..., Any],
+        where: str,
+        mesh: Mesh | None,
+        in_specs: Any,
+        out_specs: Any,
+        axis_names: frozenset[str] | None,
+        *,
+        redistribute_inputs: bool,
+        check: bool | str,
+    ) -> None:
         self.fn, self.mesh, self.axis_names, self.check = fn, mesh, axis_names, check
         self.in_specs, self.out_specs = (read_placements(x, mesh) for x in (in_specs, out_specs))
         self.redistribute_inputs = redistribute_inputs
@@ -221,9 +236,12 @@ class MappedFunction:
         return MappedCall(self, plan, plan.arguments, values, tracker).run_one(transport)
 
     def _plan(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], transport: Transport | None,
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        transport: Transport | None,
         outer: BoundAxes | None,
-    ) -> BoundaryPlan:  # fmt: skip
+    ) -> BoundaryPlan:
         """Plan a call; raise `ShardingError` for everything that is wrong with its arguments."""
         values, treedef = flatten((args, kwargs))
         path_specs = self.matched.get(treedef)
@@ -252,8 +270,11 @@ class MappedFunction:
         return BoundaryPlan(scope, treedef, transport is not None, bool(pairs), arguments)
 
     def _scope(
-        self, pairs: Sequence[Sharded], transport: Transport | None, outer: BoundAxes | None,
-    ) -> Scope:  # fmt: skip
+        self,
+        pairs: Sequence[Sharded],
+        transport: Transport | None,
+        outer: BoundAxes | None,
+    ) -> Scope:
         rank = None if transport is None else transport.rank
         if self.axis_names is not None:
             outer = None if transport is None else outer
@@ -285,9 +306,13 @@ class MappedCall:
     """
 
     def __init__(
-        self, function: MappedFunction, plan: BoundaryPlan, arguments: Sequence[Argument],
-        values: Sequence[Any], outer: Tracker | None,
-    ) -> None:  # fmt: skip
+        self,
+        function: MappedFunction,
+        plan: BoundaryPlan,
+        arguments: Sequence[Argument],
+        values: Sequence[Any],
+        outer: Tracker | None,
+    ) -> None:
         self.function, self.plan, self.scope = function, plan, plan.scope
         self.arguments, self.values = arguments, values
         self.outer = outer
@@ -408,9 +433,11 @@ class MappedCall:
                     )
 
     def assemble(
-        self, returned: Sequence[tuple[ResultTree, list[Any]]], columns: Sequence[Any],
+        self,
+        returned: Sequence[tuple[ResultTree, list[Any]]],
+        columns: Sequence[Any],
         transport: Transport | None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """Return the result tree: with pairs if any argument is one, else global tensors.
 
         `columns` are the tensors of this rank, or for each tensor the shards of all ranks.

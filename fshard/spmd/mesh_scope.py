@@ -124,9 +124,12 @@ def mapped_mesh(mesh: object, where: str) -> Mesh | None:
 
 
 def shard_map_scope(
-    where: str, mesh: Mesh | None, axis_names: frozenset[str], outer: BoundAxes | None,
+    where: str,
+    mesh: Mesh | None,
+    axis_names: frozenset[str],
+    outer: BoundAxes | None,
     rank: int | None,
-) -> Scope:  # fmt: skip
+) -> Scope:
     """Return the scope of a `shard_map`; empty `axis_names` mean all axes not mapped yet.
 
     Raises `ShardingError` without a mesh, for another mesh than the enclosing one, and for axes

@@ -438,9 +438,13 @@ def _filled(where: str, spec: Spec, value: complex, device: Device, requires_gra
 
 
 def _triangle(
-    where: str, spec: Spec, diagonal: int, mask: Callable[[int, torch.Tensor], torch.Tensor],
-    device: Device, requires_grad: bool,
-) -> Sharded:  # fmt: skip
+    where: str,
+    spec: Spec,
+    diagonal: int,
+    mask: Callable[[int, torch.Tensor], torch.Tensor],
+    device: Device,
+    requires_grad: bool,
+) -> Sharded:
     """Return the pair of `mask(diagonal of a shard, ones)`, over the last two dims."""
     _check_target(where, spec, requires_grad)
     problems = []

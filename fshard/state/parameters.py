@@ -141,9 +141,13 @@ def _compiled(where: str, rules: Rules) -> list[re.Pattern[str]]:
 
 
 def _problems(
-    name: str, shape: tuple[int, ...], pattern: str, p: PartitionSpec, mesh: Mesh | None,
+    name: str,
+    shape: tuple[int, ...],
+    pattern: str,
+    p: PartitionSpec,
+    mesh: Mesh | None,
     uneven_fix: str,
-) -> list[Problem]:  # fmt: skip
+) -> list[Problem]:
     """Return the problems of one leaf with its partition."""
     given = f"{name} of shape {shape} with {p!r}, by the rule {pattern!r}"
     if len(p) > len(shape):

@@ -73,9 +73,12 @@ def assert_communicates(
             "(x,) for one argument",
         )
     if backward is None and backward_bytes is not None:
-        fail(where, f"backward_bytes={backward_bytes} without backward=",
-             "bytes of a backward pass must come with the launches of one",
-             "backward={...}, or leave backward_bytes out")  # fmt: skip
+        fail(
+            where,
+            f"backward_bytes={backward_bytes} without backward=",
+            "bytes of a backward pass must come with the launches of one",
+            "backward={...}, or leave backward_bytes out",
+        )
     with comm_log() as log:
         outputs = function(*(args if backward is None else requiring_grad(tuple(args))))
         if backward is not None:

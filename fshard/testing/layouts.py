@@ -67,9 +67,12 @@ def _spec(leaf: Any, path: str) -> Spec:
         return leaf
     if isinstance(leaf, Sharded):
         return leaf.spec
-    fail(WHERE, f"{path} is a {type(leaf).__name__}",
-         "the value must be a pair, a Spec, or a pytree of them",
-         "fs.shard(tensor, spec), or the pair that a function returned")  # fmt: skip
+    fail(
+        WHERE,
+        f"{path} is a {type(leaf).__name__}",
+        "the value must be a pair, a Spec, or a pytree of them",
+        "fs.shard(tensor, spec), or the pair that a function returned",
+    )
 
 
 def _expected_spec(goal: Any, spec: Spec, path: str) -> Spec | None:
@@ -80,9 +83,12 @@ def _expected_spec(goal: Any, spec: Spec, path: str) -> Spec | None:
         return parse(goal, spec.mesh)
     if isinstance(goal, PartitionSpec):
         return spec.replace(partition=goal)
-    fail(WHERE, f"expected {goal!r} for {path}",
-         "an expected layout must be the text of a spec, a Spec or a P",
-         f'fs.testing.assert_layout(x, "{spec}")')  # fmt: skip
+    fail(
+        WHERE,
+        f"expected {goal!r} for {path}",
+        "an expected layout must be the text of a spec, a Spec or a P",
+        f'fs.testing.assert_layout(x, "{spec}")',
+    )
 
 
 def _text(goal: Any, target: Spec, spec: Spec) -> str:

@@ -370,9 +370,12 @@ def _request(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     try:
         call = pickle.dumps((function, args))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        fail(where, f"{name} with {plural(len(args), 'argument')}: {error}",
-             "the function must be at the top level of a module, and arguments must pickle",
-             f"a def at the top level in the place of {name}, and values that pickle")  # fmt: skip
+        fail(
+            where,
+            f"{name} with {plural(len(args), 'argument')}: {error}",
+            "the function must be at the top level of a module, and arguments must pickle",
+            f"a def at the top level in the place of {name}, and values that pickle",
+        )
     return pickle.dumps((sys.path, main, warnings.filters, call))
 
 

@@ -272,9 +272,12 @@ def _parse(text: str, problems: list[Problem]) -> Dims:
 
 
 def _problems(
-    factors: Mapping[str, object], operand_count: int, kinds: Mapping[str, str],
-    mentioned: Iterable[str], modes: Iterable[Mode],
-) -> list[Problem]:  # fmt: skip
+    factors: Mapping[str, object],
+    operand_count: int,
+    kinds: Mapping[str, str],
+    mentioned: Iterable[str],
+    modes: Iterable[Mode],
+) -> list[Problem]:
     listed = ", ".join(factors) or "none"
     problems = [
         Problem(f"factor {f!r}", f"a factor must be one of {listed}", "name one of them")

@@ -112,9 +112,14 @@ def _with(
 
 
 def foreach_strategy(
-    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], specs: Sequence[Spec],
-    strategy_of: StrategyOf, *, grad: bool,
-) -> Strategy | None:  # fmt: skip
+    op: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    specs: Sequence[Spec],
+    strategy_of: StrategyOf,
+    *,
+    grad: bool,
+) -> Strategy | None:
     """Return the strategy of a call on lists, made of those of its elements; None if one has none.
 
     Only calls of elements run on meta tensors, equal ones once.

@@ -164,10 +164,16 @@ class _Options(NamedTuple):
 
 
 def strategy_for(
-    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], topology: Topology | None, grad: bool,
-    hint: LayoutHint = None, held: OperandAxes = frozenset(), kept: OperandAxes = frozenset(),
+    op: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    topology: Topology | None,
+    grad: bool,
+    hint: LayoutHint = None,
+    held: OperandAxes = frozenset(),
+    kept: OperandAxes = frozenset(),
     arguments: Arguments = NO_ARGUMENTS,
-) -> Strategy:  # fmt: skip
+) -> Strategy:
     """Return the strategy of `propagate`, with the last four of `select_strategy`."""
     options = _Options(topology, grad, hint=hint, held=held, kept=kept, arguments=arguments)
     strategy = _strategy(op, args, kwargs, options)

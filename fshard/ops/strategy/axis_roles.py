@@ -139,10 +139,12 @@ def _factor_states(dims: Dims | None) -> FactorStates:
 
 
 def _sharding_role(
-    rule: Rule, factor: str, shared: Sequence[AxisState],
+    rule: Rule,
+    factor: str,
+    shared: Sequence[AxisState],
     factor_states: tuple[Sequence[FactorStates], Sequence[FactorStates]],
     results: Sequence[Meta | None],
-) -> Role:  # fmt: skip
+) -> Role:
     """Return the role that shards `factor`, and the slices of it, wherever they occur."""
     kinds, sharded = dict(rule.reductions), rule.with_slices(factor)
     if rule.kind(factor) == "sum":

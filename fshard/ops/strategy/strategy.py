@@ -217,9 +217,13 @@ class Layouts:
                  "_sources")  # fmt: skip
 
     def __init__(
-        self, call: OpCall, rule: Rule, mesh: Mesh, sources: Sequence[Spec],
+        self,
+        call: OpCall,
+        rule: Rule,
+        mesh: Mesh,
+        sources: Sequence[Spec],
         lengths: Mapping[str, int],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._call, self._rule, self._mesh = call, rule, mesh
         self._sources, self._lengths = sources, lengths
         self._places: dict[str, list[tuple[int, int]]] = {}
@@ -387,9 +391,13 @@ def _nearest_sizes(sizes: Sequence[int], minor: int) -> tuple[int, ...]:
 
 
 def _spec(
-    mesh: Mesh, axes: Sequence[str], dim_shardings: Mapping[tuple[str, ...], DimSharding],
-    dims: Dims, meta: Meta, states: Sequence[AxisState | None],
-) -> Spec:  # fmt: skip
+    mesh: Mesh,
+    axes: Sequence[str],
+    dim_shardings: Mapping[tuple[str, ...], DimSharding],
+    dims: Dims,
+    meta: Meta,
+    states: Sequence[AxisState | None],
+) -> Spec:
     """Return the spec of a tensor whose dims have these factors, in these states on the axes."""
     unreduced: list[tuple[str, str]] = []
     reduced: list[tuple[str, str]] = []

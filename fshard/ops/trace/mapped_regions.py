@@ -128,10 +128,12 @@ class MappedRegion:
             outputs = _tensor_results(self.function.call(args, kwargs))
         for pair, spec in zip(outputs, self.out_specs, strict=True):
             if pair.spec != spec:
-                fail(self.function.where,
-                     f"a result of {pair.spec}, which was {spec} while tracing",
-                     "in a partitioned function the shapes of results must not depend on values",
-                     "pad the result to a static shape")  # fmt: skip
+                fail(
+                    self.function.where,
+                    f"a result of {pair.spec}, which was {spec} while tracing",
+                    "in a partitioned function the shapes of results must not depend on values",
+                    "pad the result to a static shape",
+                )
         return [pair.local for pair in outputs]
 
     def backward(self, grads: tuple[bool, ...]) -> tuple[RecordedCollective, ...]:
@@ -331,7 +333,10 @@ class _RefuseTracedTensors(DispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if any(isinstance(x, FakeTensor) for x in tensors_in((args, kwargs))):
-            fail(self.where, f"{func} of a tensor of the function that is traced",
-                 "a mapped function in a partitioned one must take such tensors as arguments",
-                 "fs.shard_map(lambda w, x: x @ w, ...)(w, x)")  # fmt: skip
+            fail(
+                self.where,
+                f"{func} of a tensor of the function that is traced",
+                "a mapped function in a partitioned one must take such tensors as arguments",
+                "fs.shard_map(lambda w, x: x @ w, ...)(w, x)",
+            )
         return func(*args, **(kwargs or {}))

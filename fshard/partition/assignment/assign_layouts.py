@@ -295,9 +295,12 @@ class LayoutAssigner:
         return TensorVersions(spec, tensor.grad, versions, kept=tensor.kept)
 
     def custom_gradient(
-        self, target: TracedBackward, inputs: Sequence[TensorVersions],
-        outputs: Sequence[TensorVersions], saved: Sequence[TensorVersions],
-    ) -> list[TensorVersions]:  # fmt: skip
+        self,
+        target: TracedBackward,
+        inputs: Sequence[TensorVersions],
+        outputs: Sequence[TensorVersions],
+        saved: Sequence[TensorVersions],
+    ) -> list[TensorVersions]:
         """Return outputs with a custom backward, planned for the layouts of this forward."""
         indices = [i for i, x in enumerate(inputs) if x.grad and self.grad]
         if not indices:
@@ -332,9 +335,12 @@ class LayoutAssigner:
         """Add a call of a mapped function on operands with the layouts of its `in_specs`."""
         mesh = region.in_specs[0].mesh
         if mesh != self.mesh:
-            fail(f"fs.partition: {region.__name__}", f"a function mapped over {mesh}",
-                 f"a mapped function must be mapped over the mesh of the partition, {self.mesh}",
-                 f"mesh={self.mesh!r}, and specs that leave axes out")  # fmt: skip
+            fail(
+                f"fs.partition: {region.__name__}",
+                f"a function mapped over {mesh}",
+                f"a mapped function must be mapped over the mesh of the partition, {self.mesh}",
+                f"mesh={self.mesh!r}, and specs that leave axes out",
+            )
         refs = map(self.redistributed, inputs, region.in_specs)
         out, lines = self.assignment.new_value(), self.assignment.lines
         grads = tuple(x.grad for x in inputs)
@@ -350,9 +356,12 @@ class LayoutAssigner:
         return results
 
     def backward_call(
-        self, graph: fx.GraphModule, outputs: Sequence[Spec], saved: Sequence[Spec],
+        self,
+        graph: fx.GraphModule,
+        outputs: Sequence[Spec],
+        saved: Sequence[Spec],
         inputs: Sequence[Spec],
-    ) -> PartitionedCall:  # fmt: skip
+    ) -> PartitionedCall:
         """Return the plan of a backward from the specs of its forward's values."""
         assigner = LayoutAssigner(self.mesh, self.topology, True, self.device, {}, False, self.kept)
         specs = [*(spec.dual for spec in outputs), *saved]

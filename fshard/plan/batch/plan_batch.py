@@ -27,9 +27,13 @@ TryPlan = Callable[..., Program | None]
 
 
 def plan_batch(
-    src: Any, dst: Any, plan: Plan, plan_exchange: TryPlan, options: PlanOptions,
+    src: Any,
+    dst: Any,
+    plan: Plan,
+    plan_exchange: TryPlan,
+    options: PlanOptions,
     bucket_bytes: int | None,
-) -> Batch:  # fmt: skip
+) -> Batch:
     """Return the batch from one tree of specs to another that is cheapest as a whole.
 
     `plan(src, dst, options)` plans one leaf, `plan_exchange` tries an alternative. To minimize
@@ -51,9 +55,13 @@ def plan_batch(
 
 @lru_cache(maxsize=256)
 def _planned(
-    ends: tuple[tuple[Any, Any], ...], structure: TreeDef, plan: Plan, plan_exchange: TryPlan,
-    options: PlanOptions, bucket_bytes: int | None,
-) -> Batch:  # fmt: skip
+    ends: tuple[tuple[Any, Any], ...],
+    structure: TreeDef,
+    plan: Plan,
+    plan_exchange: TryPlan,
+    options: PlanOptions,
+    bucket_bytes: int | None,
+) -> Batch:
     names = paths(unflatten(structure, [src for src, _ in ends]), "")
     plan_alone = cache(lambda a, b: plan(a, b, options))
     planners = [partial(_plan_leaf, *pair, plan_alone) for pair in ends]

@@ -70,9 +70,15 @@ class ExchangeEdges:
         return problem.local_cost(copied), make_step, after
 
     def collective(
-        self, make_step: StepFactory, axes: Axes, before: SearchLayout, after: SearchLayout,
-        moved: Traffic | None, copied: int, reduced_ranks: int = 1,
-    ) -> Edge | None:  # fmt: skip
+        self,
+        make_step: StepFactory,
+        axes: Axes,
+        before: SearchLayout,
+        after: SearchLayout,
+        moved: Traffic | None,
+        copied: int,
+        reduced_ranks: int = 1,
+    ) -> Edge | None:
         """Return an edge with traffic, or None if it costs more than `limit`.
 
         `moved` is None if the traffic has no closed form; it is then computed if it may matter.

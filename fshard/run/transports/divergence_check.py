@@ -262,9 +262,13 @@ class _CheckedTransport:
         raise error
 
     def _write_verdict(
-        self, group: Group, moment: Moment, old: str, text: str,
+        self,
+        group: Group,
+        moment: Moment,
+        old: str,
+        text: str,
         others: Sequence[tuple[Group, Moment]] = (),
-    ) -> str:  # fmt: skip
+    ) -> str:
         """Write a verdict unless one was written after `old`; return the one in the store."""
         verdict = json.dumps([moment, text, others])
         stored: bytes = self.store.compare_set(_verdict_key(group), old, verdict)

@@ -159,9 +159,11 @@ _PLANS: BoundedDict[Hashable, CollectivePlan] = BoundedDict()
 
 
 def _plan_key(
-    make_plan: Callable[..., CollectivePlan], args: tuple[Any, ...], kwargs: dict[str, Any],
+    make_plan: Callable[..., CollectivePlan],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
     bound: BoundAxes | None,
-) -> Hashable | None:  # fmt: skip
+) -> Hashable | None:
     """Return the cache key of a plan, or None for arguments that a key cannot hold."""
     arguments = plain_key(args, kwargs)
     if arguments is None:
@@ -172,9 +174,11 @@ def _plan_key(
 
 
 def _cached_plan(
-    key: Hashable, make_plan: Callable[..., CollectivePlan], args: tuple[Any, ...],
+    key: Hashable,
+    make_plan: Callable[..., CollectivePlan],
+    args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> CollectivePlan:  # fmt: skip
+) -> CollectivePlan:
     """Return the plan of a collective with these arguments and the axes bound now."""
     if key is None:
         return _make_plan(make_plan, args, kwargs)
@@ -296,9 +300,13 @@ _RECORDINGS = Recordings()
 
 
 def _recording(
-    plan_key: Hashable, make_plan: Callable[..., CollectivePlan], x: torch.Tensor,
-    args: tuple[Any, ...], kwargs: dict[str, Any], bound: BoundAxes | None,
-) -> Recording | None:  # fmt: skip
+    plan_key: Hashable,
+    make_plan: Callable[..., CollectivePlan],
+    x: torch.Tensor,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    bound: BoundAxes | None,
+) -> Recording | None:
     """Return the captured collective for tensors like `x` on this rank, or None.
 
     Collectives are captured only under `torchrun`, over this process's own transport.
@@ -322,9 +330,14 @@ def _recording(
 
 
 def _capture(
-    key: Hashable, make_plan: Callable[..., CollectivePlan], args: tuple[Any, ...],
-    kwargs: dict[str, Any], x: torch.Tensor, transport: Transport, needs_grad: bool,
-) -> Recording | None:  # fmt: skip
+    key: Hashable,
+    make_plan: Callable[..., CollectivePlan],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    x: torch.Tensor,
+    transport: Transport,
+    needs_grad: bool,
+) -> Recording | None:
     plan = _cached_plan(key, make_plan, args, kwargs)
     like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
     like.requires_grad_(needs_grad)

@@ -40,9 +40,14 @@ from fshard.spmd.types import VARYING, State, TypeSignature, suggest_state
 
 @lru_cache(maxsize=CACHE_SIZE)
 def _gather_program(
-    mesh: Mesh, axes: tuple[str, ...], dim: int, to: str, shape: torch.Size, dtype: torch.dtype,
+    mesh: Mesh,
+    axes: tuple[str, ...],
+    dim: int,
+    to: str,
+    shape: torch.Size,
+    dtype: torch.dtype,
     wires: WireDtypes,
-) -> Program:  # fmt: skip
+) -> Program:
     global_shape = (*shape[:dim], shape[dim] * mesh.axis_size(axes), *shape[dim + 1 :])
     src = Spec(mesh, PartitionSpec(*[None] * dim, axes), shape=global_shape, dtype=dtype)
     forward, backward = wires
@@ -54,9 +59,13 @@ def _gather_program(
 
 @lru_cache(maxsize=CACHE_SIZE)
 def _scatter_program(
-    mesh: Mesh, axes: tuple[str, ...], kind: str, shape: torch.Size, dtype: torch.dtype,
+    mesh: Mesh,
+    axes: tuple[str, ...],
+    kind: str,
+    shape: torch.Size,
+    dtype: torch.dtype,
     wires: WireDtypes,
-) -> Program:  # fmt: skip
+) -> Program:
     src = Spec(mesh, PartitionSpec(unreduced=dict.fromkeys(axes, kind)), shape=shape, dtype=dtype)
     forward, backward = wires
     return Program(src, (ReduceScatter(axes, 0),), forward_dtype=forward, backward_dtype=backward)
@@ -73,9 +82,13 @@ def _exchange_program(
 
 
 def gather_transfer(
-    mesh: Mesh, axes: tuple[str, ...], x: torch.Tensor, to: str, wires: WireDtypes,
+    mesh: Mesh,
+    axes: tuple[str, ...],
+    x: torch.Tensor,
+    to: str,
+    wires: WireDtypes,
     read: Callable[[torch.Tensor], torch.Tensor],
-) -> Transfer:  # fmt: skip
+) -> Transfer:
     """Return the transfer that stacks all ranks' `x` along a new dim 0 and applies `read`."""
     row = x.unsqueeze(0)
     prog = _gather_program(mesh, axes, 0, to, block_shape(row), row.dtype, wires)
@@ -352,9 +365,14 @@ def pswapaxes(
 
 
 def _plan_exchange(
-    name: str, mesh: Mesh, axes: tuple[str, ...], dims: tuple[int, int], tiled: bool,
-    wires: WireDtypes, signature: TypeSignature,
-) -> CollectivePlan:  # fmt: skip
+    name: str,
+    mesh: Mesh,
+    axes: tuple[str, ...],
+    dims: tuple[int, int],
+    tiled: bool,
+    wires: WireDtypes,
+    signature: TypeSignature,
+) -> CollectivePlan:
     n = mesh.axis_size(axes)
     option = "axis" if name == "fs.pswapaxes" else "split_axis"
 

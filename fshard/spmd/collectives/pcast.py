@@ -43,9 +43,12 @@ TARGET_STATES: dict[str, State] = {
 
 @lru_cache(maxsize=CACHE_SIZE)
 def cast_program(
-    mesh: Mesh, axes: tuple[str, ...], shape: torch.Size, dtype: torch.dtype,
+    mesh: Mesh,
+    axes: tuple[str, ...],
+    shape: torch.Size,
+    dtype: torch.dtype,
     wire: torch.dtype | None,
-) -> Program:  # fmt: skip
+) -> Program:
     """Return the program that keeps a tensor and whose transpose sums over `axes`, in `wire`."""
     src = Spec(mesh, PartitionSpec(), shape=shape, dtype=dtype)
     return Program(src, (InvariantToReduced(axes),), backward_dtype=wire)

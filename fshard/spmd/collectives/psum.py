@@ -45,9 +45,14 @@ ResultState = Literal["invariant", "reduced"]
 
 @lru_cache(maxsize=CACHE_SIZE)
 def _all_reduce(
-    mesh: Mesh, axes: tuple[str, ...], kind: str, shape: torch.Size, dtype: torch.dtype,
-    to: ResultState, wires: WireDtypes = NO_WIRE_DTYPES,
-) -> Program:  # fmt: skip
+    mesh: Mesh,
+    axes: tuple[str, ...],
+    kind: str,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    to: ResultState,
+    wires: WireDtypes = NO_WIRE_DTYPES,
+) -> Program:
     src = Spec(mesh, PartitionSpec(unreduced=dict.fromkeys(axes, kind)), shape=shape, dtype=dtype)
     # The transpose of a sum to an invariant result sends nothing; extremes count ties.
     backward = wires[1] if to == "reduced" or kind in ("max", "min") else None

@@ -144,9 +144,13 @@ def ragged_all_to_all(
 
 
 def _exchange(
-    operand: torch.Tensor, output: torch.Tensor, counts: RowCounts, mesh: Mesh,
-    axes: tuple[str, ...], wires: WireDtypes,
-) -> torch.Tensor:  # fmt: skip
+    operand: torch.Tensor,
+    output: torch.Tensor,
+    counts: RowCounts,
+    mesh: Mesh,
+    axes: tuple[str, ...],
+    wires: WireDtypes,
+) -> torch.Tensor:
     n = mesh.axis_size(axes)
     # In a graph the gathered offsets have no values yet: they are not checked.
     is_recorded = in_graph()
@@ -263,9 +267,12 @@ def _own_messages(
 
 
 def _gather_messages(
-    messages: list[RowMessage], problems: list[Problem], like: torch.Tensor, mesh: Mesh,
+    messages: list[RowMessage],
+    problems: list[Problem],
+    like: torch.Tensor,
+    mesh: Mesh,
     axes: tuple[str, ...],
-) -> list[list[RowMessage]]:  # fmt: skip
+) -> list[list[RowMessage]]:
     """Return all messages, `[from, to]`; raise the same error on all ranks if one has problems.
 
     The length of the texts is gathered first, so that all ranks take part in gathering them.

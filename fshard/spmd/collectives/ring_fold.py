@@ -430,9 +430,11 @@ class _FoldFunction(torch.autograd.Function):
 
 
 def gradients_of(
-    run: Callable[[Tensors], Tensors], xs: Tensors, needs: Sequence[bool],
+    run: Callable[[Tensors], Tensors],
+    xs: Tensors,
+    needs: Sequence[bool],
     grads: Sequence[torch.Tensor],
-) -> list[torch.Tensor | None]:  # fmt: skip
+) -> list[torch.Tensor | None]:
     """Return the gradients of the needed arguments of a function, which are differentiable."""
     xs = tuple(x.view_as(x) for x in xs)  # one tensor may be several arguments
     inputs = [x for x, need in zip(xs, needs, strict=True) if need]

@@ -186,9 +186,14 @@ def _run_special(tracker: Tracker, func: Any, effect: OpEffect, args: Args, kwar
 
 @runs_users_operation
 def _run_op(
-    tracker: Tracker, func: Any, effect: OpEffect, args: Args, kwargs: Kwargs, *,
+    tracker: Tracker,
+    func: Any,
+    effect: OpEffect,
+    args: Args,
+    kwargs: Kwargs,
+    *,
     also: tuple[States, ...] = (),
-) -> Any:  # fmt: skip
+) -> Any:
     states, casts = join_operands(tracker, effect, args, kwargs, also=also)
     if casts:
         args, kwargs = replace_tensors(args, casts), replace_tensors(kwargs, casts)
@@ -235,9 +240,14 @@ def _run_random(tracker: Tracker, func: Any, effect: OpEffect, args: Args, kwarg
 
 
 def _run_write(
-    tracker: Tracker, func: Any, effect: OpEffect, args: Args, kwargs: Kwargs, *,
+    tracker: Tracker,
+    func: Any,
+    effect: OpEffect,
+    args: Args,
+    kwargs: Kwargs,
+    *,
     also: tuple[States, ...] = (),
-) -> Any:  # fmt: skip
+) -> Any:
     """Run a call that writes its first operand, or `out`."""
     if not (
         kwargs or also or tracker.read_states.items or effect.name in OVERWRITES
@@ -358,9 +368,12 @@ JoinedRows = list[tuple[States, dict[int, torch.Tensor]]]
 
 
 def _join_rows(
-    tracker: Tracker, effect: OpEffect, rows: list[list[Any]], tensors: list[torch.Tensor],
+    tracker: Tracker,
+    effect: OpEffect,
+    rows: list[list[Any]],
+    tensors: list[torch.Tensor],
     also: tuple[States, ...],
-) -> JoinedRows:  # fmt: skip
+) -> JoinedRows:
     writes = effect.action is Action.WRITE_LISTS
     return [
         join_operands(

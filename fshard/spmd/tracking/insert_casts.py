@@ -63,9 +63,13 @@ def join_operands(
 
 
 def run_with_casts(
-    tracker: Tracker, name: str, operands: Sequence[torch.Tensor], others: Sequence[torch.Tensor],
-    also: States, run: Callable[..., torch.Tensor],
-) -> torch.Tensor:  # fmt: skip
+    tracker: Tracker,
+    name: str,
+    operands: Sequence[torch.Tensor],
+    others: Sequence[torch.Tensor],
+    also: States,
+    run: Callable[..., torch.Tensor],
+) -> torch.Tensor:
     """Return `run(*operands)`, with operands cast to agree with `others` and with `also`.
 
     The states of the result depend on all of them.

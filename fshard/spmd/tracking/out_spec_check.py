@@ -63,9 +63,11 @@ MAX_TEXT_BYTES = 48
 
 
 def check_promises(
-    tracker: Tracker, axes: Sequence[str], promises: Sequence[Promise],
+    tracker: Tracker,
+    axes: Sequence[str],
+    promises: Sequence[Promise],
     others: Sequence[NonTensor] = (),
-) -> list[torch.Tensor]:  # fmt: skip
+) -> list[torch.Tensor]:
     """Return the tensors, cast to the states that their specs require along `axes`.
 
     The gradient of a control-dependent value that must be equal is coordinate 0's.
@@ -186,9 +188,14 @@ def _replication_fix(tracker: Tracker, axes: Sequence[str], want: str) -> str:
 
 
 def check_values(
-    mesh: Mesh, axes: Sequence[str], promises: Sequence[Promise], where: str,
-    read_sites: Sequence[str] = (), others: Sequence[NonTensor] = (), subject: str = RESULTS,
-) -> None:  # fmt: skip
+    mesh: Mesh,
+    axes: Sequence[str],
+    promises: Sequence[Promise],
+    where: str,
+    read_sites: Sequence[str] = (),
+    others: Sequence[NonTensor] = (),
+    subject: str = RESULTS,
+) -> None:
     """Raise `ShardingError`, the same on every rank, if values that must be equal differ.
 
     Every rank of the mesh takes part. Digests are compared first, in one gather of a few bytes.
@@ -287,9 +294,12 @@ def _replicas(spec: Spec) -> tuple[tuple[int, ...], ...]:
 
 
 def _non_tensor_difference(
-    mesh: Mesh, axes: Sequence[str], others: Sequence[NonTensor], device: torch.device,
+    mesh: Mesh,
+    axes: Sequence[str],
+    others: Sequence[NonTensor],
+    device: torch.device,
     read_sites: Sequence[str],
-) -> Problem | None:  # fmt: skip
+) -> Problem | None:
     """Return a problem for the first non-tensor result that differs along `axes`."""
     if not others:
         return None
@@ -334,9 +344,14 @@ def _equal_along(p: PartitionSpec, axes: Sequence[str]) -> tuple[str, ...]:
 
 
 def _difference(
-    mesh: Mesh, groups: Sequence[Sequence[int]], promise: Promise, digests: Sequence[Sequence[int]],
-    device: torch.device, rule: str, fix: str,
-) -> Problem | None:  # fmt: skip
+    mesh: Mesh,
+    groups: Sequence[Sequence[int]],
+    promise: Promise,
+    digests: Sequence[Sequence[int]],
+    device: torch.device,
+    rule: str,
+    fix: str,
+) -> Problem | None:
     """Return a problem for the first element that differs within a group, or None."""
     if len({tuple(digest[1:]) for digest in digests}) > 1:
         values = f"{promise.path}: shapes or dtypes that differ; here {tuple(promise.x.shape)}"

@@ -312,9 +312,13 @@ def _on_state(fn: Callable[..., Any], styled: Sequence[StyledModule]) -> Callabl
 
 
 def _layouts(
-    form: Functional, mesh: Mesh, partition: Any, styled: Sequence[StyledModule],
-    fsdp: tuple[str, ...], uneven: str | None,
-) -> tuple[dict[str, Spec], dict[str, Spec]]:  # fmt: skip
+    form: Functional,
+    mesh: Mesh,
+    partition: Any,
+    styled: Sequence[StyledModule],
+    fsdp: tuple[str, ...],
+    uneven: str | None,
+) -> tuple[dict[str, Spec], dict[str, Spec]]:
     """Return the specs of parameters and of buffers."""
     if uneven not in (None, "chunk"):
         fail(WHERE, f"uneven={uneven!r}", 'uneven must be None or "chunk"', 'uneven="chunk"')
@@ -360,10 +364,13 @@ def _exact_rule(
 
 
 def _initial(
-    form: Functional, module: torch.nn.Module, mesh: Mesh,
-    specs: tuple[dict[str, Spec], dict[str, Spec]], key: torch.Tensor | None,
+    form: Functional,
+    module: torch.nn.Module,
+    mesh: Mesh,
+    specs: tuple[dict[str, Spec], dict[str, Spec]],
+    key: torch.Tensor | None,
     init_fn: Callable[[torch.nn.Module], Any] | None,
-) -> tuple[Tensors, Tensors]:  # fmt: skip
+) -> tuple[Tensors, Tensors]:
     """Return parameters and buffers: of the module's values, or created from a key, or specs."""
     tensors = form.params, form.buffers
     meta = [name for x in tensors for name, value in x.items() if value.is_meta]
@@ -430,9 +437,12 @@ class _Initializer(torch.nn.Module):
 
 
 def _created(
-    module: torch.nn.Module, mesh: Mesh, specs: tuple[dict[str, Spec], dict[str, Spec]],
-    key: torch.Tensor, init_fn: Callable[[torch.nn.Module], Any] | None,
-) -> tuple[Tensors, Tensors]:  # fmt: skip
+    module: torch.nn.Module,
+    mesh: Mesh,
+    specs: tuple[dict[str, Spec], dict[str, Spec]],
+    key: torch.Tensor,
+    init_fn: Callable[[torch.nn.Module], Any] | None,
+) -> tuple[Tensors, Tensors]:
     """Return parameters and buffers created from a key, each rank its own shards."""
     if init_fn is None:
         _check_initialised(module)

@@ -76,9 +76,11 @@ def _refuse_dropout(call: OpCall) -> None:
     rate = call.get("dropout_p")
     if rate:
         fail(
-            f"fs.propagate({call.op})", f"dropout_p={rate}",
+            f"fs.propagate({call.op})",
+            f"dropout_p={rate}",
             "draws must be keyed: a rank's generator does not draw the values of the global tensor",
-            f"{KEYED}; dropout_p=0.0 drops nothing")  # fmt: skip
+            f"{KEYED}; dropout_p=0.0 drops nothing",
+        )
 
 
 @dataclass(frozen=True, slots=True)
