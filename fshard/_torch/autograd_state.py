@@ -55,15 +55,23 @@ def library_operation(node: Any) -> str | None:
     return name[len(_GENERATED) : -len("Backward")] if name.startswith(_GENERATED) else None
 
 
+def custom_function(node: Any) -> type[torch.autograd.Function] | None:
+    """Return the user's `autograd.Function` that a node of a graph is of, None for other nodes."""
+    if not isinstance(node, BackwardCFunction):
+        return None
+    function: type[torch.autograd.Function] = type(node)._forward_cls  # type: ignore[attr-defined]
+    return None if function.__module__.startswith("fshard.") else function
+
+
 def has_unequal_orders(node: Any) -> str | None:
     """Return the name of a function whose gradient of a tangent may be another second derivative.
 
     Such are custom functions, of which both are independent, and those of PyTorch whose tangent is
     computed from saved results that it takes as constants: norms, determinants, solvers.
     """
-    if isinstance(node, BackwardCFunction):
-        function = type(node)._forward_cls  # type: ignore[attr-defined]
-        return None if function.__module__.startswith("fshard.") else function.__name__
+    function = custom_function(node)
+    if function is not None:
+        return function.__name__
     name = type(node).__name__
     return name.removesuffix("Backward0") if name.startswith(_CONSTANT_RESULTS) else None
 

@@ -176,20 +176,17 @@ def _apply_now(function: type[torch.autograd.Function], args: Sequence[Any]) -> 
         return super(torch.autograd.Function, function).apply(*unwrapped)  # type: ignore[misc]
     interpreter: Any = _innermost_transform()
     kind, level = interpreter.key().value, interpreter.level()
-    is_outside = True
-    for x in unwrapped:
-        if isinstance(x, torch.Tensor) and _level_of(x) == level:
-            is_outside = False
-            break
+    here = [x for x in unwrapped if isinstance(x, torch.Tensor) and _level_of(x) == level]
     if kind not in (_GRAD, _JVP):
         needs_batch = getattr(function, "needs_batch", None)
-        if kind == _VMAP and is_outside and needs_batch and needs_batch(level, *unwrapped):
+        if kind == _VMAP and not here and needs_batch and needs_batch(level, *unwrapped):
             size = CVmapInterpreterPtr(interpreter).batchSize()
             unwrapped[-1] = _repeated(unwrapped[-1], size, level)
         return custom_function_call(function, *unwrapped)
     pointer: Any = (CGradInterpreterPtr if kind == _GRAD else CJvpInterpreterPtr)(interpreter)
     modes = _modes_below(kind, pointer)
-    if is_outside:
+    # A level of `grad` has no derivative for tensors that do not require grad there.
+    if not here or (kind == _GRAD and not any([x.requires_grad for x in here])):  # noqa: C419
         return _run_below(function, level, modes, unwrapped)
     lift = pointer.lift
     lifted = [lift(x) if isinstance(x, torch.Tensor) else x for x in unwrapped]
@@ -209,8 +206,9 @@ def _run_below(
     function: type[torch.autograd.Function], level: int, modes: Modes, args: Sequence[Any]
 ) -> Any:
     """Return the results of a function a level below, as wrapped tensors of the level."""
+    unwrapped = [_unwrap_for_grad(x, level) if isinstance(x, torch.Tensor) else x for x in args]
     with _BelowCurrentLevel(modes):
-        outputs = _apply_now(function, args)
+        outputs = _apply_now(function, unwrapped)
     if isinstance(outputs, torch.Tensor):
         return _wrap_for_grad(outputs, level)
     return tuple([_wrap_for_grad(y, level) for y in outputs])
@@ -347,14 +345,14 @@ def _at_level(function: type[torch.autograd.Function], level: int, modes: Modes)
     """
 
     def forward(*args: Any) -> Any:
-        unwrapped = [_unwrap_for_grad(x, level) if isinstance(x, torch.Tensor) else x for x in args]
-        return _run_below(function, level, modes, unwrapped)
+        return _run_below(function, level, modes, args)
 
     members: dict[str, Callable[..., Any]] = {
         "forward": forward, "setup_context": function.setup_context,
         "backward": function.backward, "jvp": function.jvp,
     }  # fmt: skip
-    methods = {name: staticmethod(member) for name, member in members.items()}
+    methods: dict[str, Any] = {name: staticmethod(member) for name, member in members.items()}
+    methods["__module__"] = function.__module__
     return type(f"{function.__name__}Generated", (_SingleLevelFunction,), methods)
 
 
@@ -394,6 +392,14 @@ def is_batched_at_any_level(x: torch.Tensor) -> bool:
             return True
         x = get_unwrapped(x)
     return False
+
+
+def wrapped_tensors(x: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield a tensor and those that it wraps for transforms, one for each level."""
+    yield x
+    while is_wrapped(x):
+        x = get_unwrapped(x)
+        yield x
 
 
 def innermost_level(x: torch.Tensor) -> int | None:

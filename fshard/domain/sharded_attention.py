@@ -423,7 +423,9 @@ def _mask_layout(mask: Spec, result: Spec) -> Spec:
     return mask.replace(partition=PartitionSpec(*dims), sizes=sizes)
 
 
-@skip_frames_below("attention on pairs runs uncompiled; graphs contain that of a mapped body")
+@skip_frames_below(
+    "attention on pairs runs uncompiled: ranks skip different blocks of a causal ring"
+)
 def _on_pairs(operands: Sequence[Any], options: AttentionOptions) -> Sharded:
     """Return the attention on pairs, a ring if the keys are sharded."""
     pairs = pairs_on_one_mesh(WHERE, operands)

@@ -8,7 +8,7 @@ A history whose tensor is not found is followed down to its leaves, by every ran
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, NoneType
@@ -18,8 +18,14 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from fshard._torch.autograd_state import GRAD_FN, backward_hooks_of
-from fshard._torch.functorch import innermost_level, is_foreign, is_wrapped, unwrap_if_dead
+from fshard._torch.autograd_state import GRAD_FN, backward_hooks_of, custom_function
+from fshard._torch.functorch import (
+    innermost_level,
+    is_foreign,
+    is_wrapped,
+    transforms_active,
+    unwrap_if_dead,
+)
 from fshard._torch.memory import innermost
 from fshard._torch.modes import DisableTorchFunction
 from fshard._util.code_names import global_names
@@ -34,19 +40,24 @@ Result = TypeVar("Result")
 Edge = tuple[Any, int]
 """A node of an autograd graph and the index of its output: the identity of a tensor there."""
 
+FUNCTION_TYPE: type = type(torch.autograd.Function)
 LEAF: Any = type(get_gradient_edge(torch.empty(0, requires_grad=True)).node)
 
 
 def find_closure_inputs(
-    fn: Callable[..., Any], xs: Iterable[torch.Tensor], ys: Iterable[torch.Tensor]
+    fn: Callable[..., Any],
+    xs: Iterable[torch.Tensor],
+    ys: Iterable[torch.Tensor],
+    nodes: set[Any] | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Return the tensors beside `xs` that `ys`, results of `fn`, depend on in autograd's graph.
 
-    Each requires grad, and none depends on another, whose gradient would then count twice.
+    Each requires grad, and none depends on another, whose gradient would then count twice. All
+    nodes of the graph are added to `nodes`.
     """
     roots, xs = [edge_of(y) for y in ys if y.requires_grad], list(xs)
     own = set(map(id, xs))
-    ends = [node for node, _ in _find_ends(roots, frozenset())]
+    ends = [node for node, _ in _find_ends(roots, frozenset(), nodes)]
     if all(type(node) is LEAF and id(node.variable) in own for node in ends):
         return ()
     args = {edge_of(x) for x in xs if x.requires_grad}
@@ -150,6 +161,30 @@ class ReplacingMode(TorchFunctionMode):
         return value
 
 
+def check_backwards(where: str, nodes: Iterable[Any], xs: Iterable[torch.Tensor]) -> None:
+    """Raise for a differentiated tensor that only the backward of a custom function refers to.
+
+    No function of the body shows that it is used, and nothing replaces it on a rank.
+
+    Args:
+        where: name of the body, for errors.
+        nodes: the nodes of the graphs of ranks.
+        xs: the inputs of these graphs.
+    """
+    own = set(map(id, xs))
+    for function in {function for node in nodes if (function := custom_function(node))}:
+        is_new_style = function.setup_context is not torch.autograd.Function.setup_context
+        for name in "backward", "jvp", "setup_context" if is_new_style else "forward":
+            for x in _reachable_tensors(getattr(function, name)):
+                leaves = graph_leaves([innermost(x)])
+                if innermost_level(x) or any(id(leaf) not in own for leaf in leaves):
+                    fail(where, f"a tensor of shape {tuple(x.shape)} with a gradient, which "
+                         f"{function.__name__}.{name} closes over",
+                         "a tensor that a backward uses must be an argument of apply",
+                         f"{function.__name__}.apply(..., tensor), and ctx.save_for_backward in "
+                         "setup_context")  # fmt: skip
+
+
 def refuse_closure(where: str, x: torch.Tensor) -> NoReturn:
     """Raise for a tensor from outside of a function, which does not visibly refer to it."""
     fail(where, f"a tensor of shape {tuple(x.shape)} with a gradient or a batch, from outside of "
@@ -237,8 +272,12 @@ def unreplaced(fn: Callable[..., Result]) -> Callable[..., Result]:
 
 def graph_leaves(ys: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Return the leaves of the autograd graphs of `ys`."""
-    ends = _find_ends([edge_of(y) for y in ys if y.requires_grad], frozenset())
-    return tuple(edge[0].variable for edge in ends)
+    return tuple(edge[0].variable for edge in _leaf_edges(ys))
+
+
+def _leaf_edges(ys: Iterable[torch.Tensor]) -> Iterable[Edge]:
+    """Return the edges of the leaves of the autograd graphs of `ys`."""
+    return _find_ends([edge_of(y) for y in ys if y.requires_grad], frozenset())
 
 
 @contextmanager
@@ -266,15 +305,29 @@ def edge_of(x: torch.Tensor) -> Edge:
     return edge.node, edge.output_nr
 
 
+def edges_in_graph(ys: Iterable[torch.Tensor], xs: Collection[torch.Tensor]) -> list[Edge | None]:
+    """Return the edge of each of `xs` in the graphs of `ys`, None for a tensor without one.
+
+    Only a graph shows the edge of a leaf of a level of `torch.func` that is not the innermost, or
+    has ended, as that of `vjp`.
+    """
+    if not transforms_active() and all(unwrap_if_dead(x) is x for x in xs):
+        return [edge_of(x) if x.requires_grad else None for x in xs]
+    leaves = {id(edge[0].variable): edge for edge in _leaf_edges(ys)}
+    return [leaves.get(id(x)) if x.grad_fn is None else edge_of(x) for x in xs]
+
+
 def next_edges(edge: Edge) -> list[Edge]:
     """Return the edges to which a node passes cotangents."""
     return [following for following in edge[0].next_functions if following[0] is not None]
 
 
-def _find_ends(roots: Iterable[Edge], stops: Set[Edge]) -> dict[Edge, None]:
-    """Return the leaves behind `roots`, and the edges of `stops` that are on the way."""
+def _find_ends(
+    roots: Iterable[Edge], stops: Set[Edge], nodes: set[Any] | None = None
+) -> dict[Edge, None]:
+    """Return the leaves behind `roots`, and the edges of `stops` on the way; add all nodes."""
     ends: dict[Edge, None] = {}
-    seen, todo = set(), list(roots)
+    seen, todo = set() if nodes is None else nodes, list(roots)
     while todo:
         edge = todo.pop()
         if edge in stops or type(edge[0]) is LEAF:
@@ -306,6 +359,8 @@ def _reachable_tensors(fn: Callable[..., Any]) -> Iterator[torch.Tensor]:
             todo += _function_values(value)
         elif isinstance(value, MethodType):
             todo += [value.__func__, value.__self__, getattr(value.__self__, "__dict__", None)]
+        elif isinstance(value, FUNCTION_TYPE):
+            todo += [item.__func__ for item in vars(value).values() if type(item) is staticmethod]
         elif isinstance(value, functools.partial):
             todo += [value.func, value.args, value.keywords]
         elif isinstance(value, torch.nn.Module):

@@ -26,7 +26,7 @@ from fshard._util.errors import fail
 from fshard.run.transports.base import backward_phase
 from fshard.run.transports.simulator import run_ranks
 from fshard.spmd.axis_env import BoundAxes
-from fshard.spmd.closure_inputs import without_hooks
+from fshard.spmd.closure_inputs import check_backwards, without_hooks
 from fshard.spmd.rank_calls import Batches, Duals, Graph, Locals, RankCall, RecordedCall, leaf
 
 T = TypeVar("T")
@@ -66,6 +66,9 @@ class DerivedCall(RankCall):
             fail(where, "an autograd.Function whose backward is marked @once_differentiable",
                  "a backward must be differentiable for a second derivative",
                  "leave the mark out, if its operations are PyTorch's")  # fmt: skip
+        inputs = [x for xs, _ in self.root.graphs or () for x in xs]
+        closures = set(map(id, self.root.closures))
+        check_backwards(where, nodes, [x for x in inputs if id(x) not in closures])
         if any(isinstance(node, HOOKED_MODULE) for node in nodes):
             fail(where, "a module with full backward hooks",
                  "a simulation passes the gradients of a second derivative in parts, and such a "

@@ -75,13 +75,13 @@ def shard_map(
     print a loss for example, and must not branch on it: nothing is compared, and gradients are
     those without the read. It waits until the others come to where they would be compared. A
     simulation refuses such a read before results that must be equal. Under `torchrun` ranks wait
-    until the timeout if only some take a gradient, and gradients of `torch.func` in the body are
-    not compared; `check="collectives"` names ranks that differ there. Types do not see text
-    (`str(x)`), errors that some ranks catch, tensor hooks, other threads, and containers that other
-    code changes. A simulation therefore compares all results and gradients that must be equal, up
-    to rounding. Under `torchrun` the comparison communicates, and only `check="values"` compares
-    results whatever they depend on. With `check=False` the body may write into its arguments, also
-    into memory that the caller shares with them, such as a pair's.
+    until the timeout if only some take a gradient; `check="collectives"` names ranks that differ
+    there. Types do not see text (`str(x)`), errors that some ranks catch, tensor hooks, other
+    threads, and containers that other code changes. A simulation therefore compares all results
+    and gradients that must be equal, up to rounding. Under `torchrun` the comparison communicates,
+    and only `check="values"` compares results whatever they depend on. With `check=False` the body
+    may write into its arguments, also into memory that the caller shares with them, such as a
+    pair's.
 
     `torch.func` transforms a mapped function and functions in the body. Forward mode runs the body
     with tangents beside values; gradients, and derivatives of them, replay what the body recorded,
@@ -95,8 +95,9 @@ def shard_map(
     body see the gradient of their rank, and in a second derivative its terms one by one. Hooks of
     modules (`register_full_backward_hook`) are refused there, and hooks in a `vmap` of gradients.
     PyTorch calls a hook at the innermost level of `torch.func` alone: gradients of other levels are
-    refused in a body with hooks. Refused too is a `torch.library` operation in forward mode, to
-    which PyTorch gives no tangent.
+    refused in a body with hooks. Refused too are a `torch.library` operation in forward mode, to
+    which PyTorch gives no tangent, and differentiated tensors from outside that the backward of an
+    `autograd.Function` uses without having them as arguments.
 
     In the body of another `shard_map` further axes of the same mesh are mapped. An argument is then
     a value that this rank holds unsharded; it is sharded among the ranks that differ in the further

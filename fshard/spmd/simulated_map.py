@@ -35,6 +35,7 @@ from fshard.run.transports.simulator import run_ranks
 from fshard.spmd.axis_env import BoundAxes, bind_for_backward
 from fshard.spmd.closure_inputs import (
     GradientHook,
+    check_backwards,
     find_closure_inputs,
     find_transformed_closures,
     refuse_closure,
@@ -106,7 +107,7 @@ def _map_transformed(
         shared = zip(*map(share, closures), strict=True)
         values = [xs + others for xs, others in zip(values, shared, strict=True)]
     grad_mode, level, hooks = torch.is_grad_enabled(), innermost_derivative(), list[GradientHook]()
-    levels = _levels(values)
+    nodes, leaves, levels = set[Any](), list[torch.Tensor](), _levels(values)
     is_nested = any(not ats <= {level} for ats in levels)
 
     def function(rank: int, xs: Locals) -> Locals:
@@ -118,14 +119,17 @@ def _map_transformed(
         check_agreement()
         graphs = call.graphs or []
         inputs, outputs = ([x for graph in graphs for x in graph[side]] for side in (0, 1))
-        for x in find_closure_inputs(fn, inputs, outputs):
+        for x in find_closure_inputs(fn, inputs, outputs, nodes):
             refuse_closure(where, x)
+        leaves.extend(inputs)
 
     call = RecordedCall(
         scope, function, _innermost(levels), check, grad_mode,
         level=level, hooks=hooks, transformed=True,
     )  # fmt: skip
-    return _apply(call, values)
+    results = _apply(call, values)
+    check_backwards(where, nodes, leaves)
+    return results
 
 
 def run_body(scope: Scope, body: RankFunction, rank: int, xs: Locals) -> Locals:

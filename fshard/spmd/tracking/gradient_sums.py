@@ -9,50 +9,60 @@ whose gradients it reaches.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 
 from fshard._torch.autograd_state import sequence_number
+from fshard._torch.functorch import wrapped_tensors
+from fshard._torch.memory import innermost
 from fshard.run.autograd.linear_function import ProgramGroup
-from fshard.spmd.closure_inputs import Edge, edge_of, next_edges
+from fshard.spmd.closure_inputs import Edge, edge_of, edges_in_graph, next_edges
 from fshard.spmd.tracking.control_casts import EnterControl, ExitControl, LeaveControl, PickFirst
 from fshard.spmd.tracking.tracker import Tracker
 
 
 def inner_gradient_sums(
-    tracker: Tracker, outputs: Iterable[Any], inputs: Sequence[torch.Tensor]
+    tracker: Tracker, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> str:
     """Return the collectives of a gradient in the body as text; inputs count by their position."""
     with tracker.pause():
-        names = {edge_of(x): str(i) for i, x in enumerate(inputs) if x.requires_grad}
-        outside = {edge_of(x) for x in tracker.outside if x.requires_grad}
-        return _sums(outputs, names, outside)
+        edges = edges_in_graph(outputs, inputs)
+        names = {edge: str(i) for i, edge in enumerate(edges) if edge is not None}
+        return _sums(outputs, names, set(edges_in_graph(outputs, tracker.outside)))
 
 
 def outer_gradient_sums(tracker: Tracker, results: Iterable[torch.Tensor]) -> str:
     """Return the collectives of gradients of the body's results with respect to tensors outside.
 
     Tensors that the body used before its first read count by their position, which is the same on
-    every rank; others by their shape and a sample of their values.
+    every rank; others by their shape and a sample of their values. Under `torch.func` the gradients
+    are those of every level.
     """
-    names: dict[Edge, str] = {}
     with tracker.pause():
-        for i, x in enumerate(tracker.outside):
-            if x.requires_grad:
-                names[edge_of(x)] = str(i) if i < tracker.num_outside_at_read else _sample_text(x)
-        return _sums(results, names, names.keys())
+        ys = list(chain.from_iterable(map(wrapped_tensors, results)))
+        levels = [(i, x) for i, y in enumerate(tracker.outside) for x in wrapped_tensors(y)]
+        edges = edges_in_graph(ys, [x for _, x in levels])
+        names = {
+            edge: str(i) if i < tracker.num_outside_at_read else _sample_text(x)
+            for edge, (i, x) in zip(edges, levels, strict=True)
+            if edge is not None
+        }
+        return _sums(ys, names, names.keys())
 
 
 def _sample_text(x: torch.Tensor) -> str:
-    flat = x.detach().reshape(-1)
+    flat = innermost(x).detach().reshape(-1)
     return f"{tuple(x.shape)} {flat[:: max(1, len(flat) // 4)].tolist()}"
 
 
-def _sums(outputs: Iterable[Any], names: Mapping[Edge, str], ends: Collection[Edge]) -> str:
+def _sums(
+    outputs: Iterable[torch.Tensor], names: Mapping[Edge, str], ends: Collection[Edge | None]
+) -> str:
     """Return the collectives between outputs and named edges; graphs are followed up to `ends`."""
     bits = {edge: 1 << i for i, edge in enumerate(names)}
-    roots = [edge_of(y) for y in outputs if isinstance(y, torch.Tensor) and y.requires_grad]
+    roots = [edge_of(y) for y in outputs if y.requires_grad]
     masks = _reached([edge[0] for edge in roots if edge not in ends], bits, ends)
     senders = [node for node, mask in masks.items() if mask and _sends_backward(node)]
     texts = []
@@ -63,7 +73,7 @@ def _sums(outputs: Iterable[Any], names: Mapping[Edge, str], ends: Collection[Ed
 
 
 def _reached(
-    roots: Iterable[Any], bits: Mapping[Edge, int], ends: Collection[Edge]
+    roots: Iterable[Any], bits: Mapping[Edge, int], ends: Collection[Edge | None]
 ) -> dict[Any, int]:
     """Return for each node of a graph the bits of the edges that its cotangents reach."""
     masks: dict[Any, int] = {}

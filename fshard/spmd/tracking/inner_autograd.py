@@ -18,7 +18,6 @@ from typing import Any, NoReturn
 import torch
 from torch.autograd import Function
 
-from fshard._torch.functorch import is_transformed
 from fshard._torch.operators import ScriptMethod, TensorBase
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.tree import tensors_in
@@ -97,12 +96,12 @@ def _agree(
         if isinstance(x, torch.Tensor)
     ]
     agreed = frozenset(axis for *_, axes in ends for axis in axes)
-    if not is_transformed():  # those of torch.func have graphs of their own
-        with tracker.agreed.extended(agreed):
-            sums = inner_gradient_sums(tracker, _as_list(outputs), inputs)
-        problem = sums_problem(tracker, sums)
-        if problem is not None:
-            tracker.raise_all([problem])
+    with tracker.agreed.extended(agreed):
+        ys = [y for y in _as_list(outputs) if isinstance(y, torch.Tensor)]
+        sums = inner_gradient_sums(tracker, ys, inputs)
+    problem = sums_problem(tracker, sums)
+    if problem is not None:
+        tracker.raise_all([problem])
     promises = [
         Promise(f"{name} of a gradient", x, PartitionSpec(unreduced=agreed - axes))
         for name, x, axes in ends

@@ -141,7 +141,7 @@ def check_result_types(
         promises.append(Promise(path, y, partition))
     results = tuple(check_promises(tracker, _mapped(scope), promises, others))
     # A simulation compares the gradients themselves.
-    may_differ = tracker.all_have_read and torch.is_grad_enabled() and not is_transformed()
+    may_differ = tracker.all_have_read and torch.is_grad_enabled()
     if may_differ and not is_inner(scope):
         return _guarded(tracker, results)
     return results
@@ -152,6 +152,8 @@ def _guarded(tracker: Tracker, results: tuple[torch.Tensor, ...]) -> tuple[torch
     problem = sums_problem(tracker, outer_gradient_sums(tracker, results))
     if problem is None:
         return results
+    if is_transformed():  # a hook would see gradients of the innermost level alone
+        tracker.raise_all([problem])
 
     def refuse(_: torch.Tensor) -> None:
         tracker.raise_all([problem])

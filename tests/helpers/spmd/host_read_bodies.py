@@ -70,6 +70,14 @@ def func_grad(read: Read, w: torch.Tensor, x: torch.Tensor) -> Any:
     return (grad(w),)
 
 
+def func_vjp(read: Read, w: torch.Tensor, x: torch.Tensor) -> Any:
+    """Take the gradient of a `vjp`, whose level has ended, and of a `hessian`."""
+    read(x)
+    loss = lambda v: fs.psum((v * x).square().sum(), "x") + (v**3).sum()  # noqa: E731
+    y, vjp = torch.func.vjp(loss, w)
+    return (vjp(torch.ones_like(y))[0] + torch.func.hessian(loss)(w).sum(0),)
+
+
 def second(read: Read, w: torch.Tensor, x: torch.Tensor) -> Any:
     read(x)
     loss = fs.psum((w**3 * x).sum(), "x") + (w**3).sum()
@@ -86,7 +94,7 @@ def before_and_after(read: Read, w: torch.Tensor, x: torch.Tensor) -> Any:
 
 BODIES: list[Body] = [
     invariant_loss, closed_over, reduced_loss, varying_loss, explicit_cast, training_loop,
-    leaf_of_body, cotangent, func_grad, second, before_and_after,
+    leaf_of_body, cotangent, func_grad, func_vjp, second, before_and_after,
 ]  # fmt: skip
 
 
@@ -137,6 +145,19 @@ def inner(mesh: Mesh, x: torch.Tensor, ws: list[torch.Tensor]) -> None:
     fs.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P("x"))(x, *ws)
 
 
+def inner_func(mesh: Mesh, x: torch.Tensor, ws: list[torch.Tensor]) -> None:
+    def body(x: torch.Tensor, *ws: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        def loss(*ws: torch.Tensor) -> torch.Tensor:
+            return (x * ws[0]).sum() if is_positive else (x * ws[1]).sum()
+
+        is_positive = bool(x.sum() > 0)
+        y, vjp = torch.func.vjp(torch.func.grad(loss, (0, 1)), *ws)
+        return vjp(y)
+
+    specs = (P("x"), P(), P())
+    fs.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P("x"))(x, *ws)
+
+
 def inner_order(mesh: Mesh, x: torch.Tensor, ws: list[torch.Tensor]) -> None:
     def body(x: torch.Tensor, *ws: torch.Tensor) -> tuple[torch.Tensor, ...]:
         first, second = ws if x.sum() > 0 else ws[::-1]
@@ -169,7 +190,14 @@ def of_results(mesh: Mesh, x: torch.Tensor, ws: list[torch.Tensor]) -> None:
     y.sum().backward()
 
 
-BRANCHES = [inner, inner_order, of_arguments, of_closures, of_results]
+def of_func(mesh: Mesh, x: torch.Tensor, ws: list[torch.Tensor]) -> None:
+    body = lambda x, v, w: x * v if x.sum() > 0 else x * w  # noqa: E731
+    specs = (P("x"), P(), P())
+    mapped = fs.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P("x"))
+    torch.func.grad(lambda v, w: mapped(x, v, w).sum(), (0, 1))(*ws)
+
+
+BRANCHES = [inner, inner_func, inner_order, of_arguments, of_closures, of_results, of_func]
 
 
 def branch_error(mesh: Mesh, case: Callable[[Mesh, torch.Tensor, list[torch.Tensor]], None]) -> str:

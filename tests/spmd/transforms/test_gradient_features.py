@@ -326,6 +326,32 @@ def test_nested_tangents_of_custom_functions_are_those_of_one_device(name: str) 
             close(run(rowwise(fn, check), X[:2]), reference)
 
 
+def scaled_by(x: Tensor, scale: Tensor) -> Tensor:
+    class Scaled(Tripled):
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return scale * grads[0]
+
+    return Scaled.apply(x)
+
+
+def test_differentiated_tensors_that_a_backward_alone_uses_are_refused() -> None:
+    def f(scale: Tensor, x: Tensor) -> Tensor:
+        return rowwise(lambda x: scaled_by(x, scale) + scaled_by(x, 2 * x))(x).sum()
+
+    scale, x = torch.tensor(2.0, dtype=X.dtype, requires_grad=True), X.clone().requires_grad_()
+    refused = r"which \w*Scaled.backward closes over"
+    close(grad(f, 1)(scale.detach(), X), 2 + 2 * X)
+    (gradient,) = torch.autograd.grad(f(scale, x), x, create_graph=True)
+    with pytest.raises(fs.ShardingError, match=refused):
+        gradient.sum().backward()
+    for around in (grad, lambda g: lambda scale: jvp(g, (scale,), (scale,))):
+        with pytest.raises(fs.ShardingError, match=refused):
+            around(lambda scale: grad(f, 1)(scale, X).sum())(scale.detach())
+    local = rowwise(lambda x: scaled_by(x, 2 * x))
+    close(jacfwd(local)(X), jacfwd(lambda x: scaled_by(x, 2 * x))(X))
+
+
 # -- around the call ------------------------------------------------------------------------------
 
 
