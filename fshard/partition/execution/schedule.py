@@ -53,10 +53,17 @@ HOST_SECONDS = 3e-4
 It does not make buckets of gathered parameters larger, whose memory can be freed one by one.
 """
 
-GRADIENT_BYTES = 160_000_000
-"""Most bytes of gradients that are reduced together: those of 40 million floats, as by Megatron-LM.
+GRADIENT_BYTES = 25 * 2**20
+"""Most bytes of gradients that are reduced together, as by DDP.
 
-They are in memory until the backward pass ends in any case, those of gathered parameters are not.
+Gradients are freed once they are copied into a bucket. The C library gives more than that back to
+the system when it is freed, and each step then maps the pages anew: a tenth of a step's time.
+"""
+
+MIN_GATHERS, MIN_GATHER_BYTES = 4, 2**21
+"""Least number of launches in which parameters are gathered, of as many bytes each or more.
+
+Until they are unpacked the parameters of a launch have their memory twice, as their gradients do.
 """
 
 
@@ -270,8 +277,9 @@ def _buckets(
 def _bucket_bytes(moves: Sequence[Redistribution], topology: Topology) -> float:
     """Return the bytes of each of the buckets that arguments are best sent in."""
     total = sum(_local_bytes(move.program) for move in moves)
-    prog = moves[0].program
-    host, prog = (0.0, prog) if _keys(prog) else (HOST_SECONDS, prog.T)
+    prog, host, least = moves[0].program, 0.0, min(MIN_GATHERS, total / MIN_GATHER_BYTES)
+    if not _keys(prog):  # a cast, whose transpose reduces gradients
+        prog, host, least = prog.T, HOST_SECONDS, 1.0
     links = [
         step_link(topology, prog.steps[i], *wire_specs(prog)[i : i + 2])
         for i, _ in launch_keys(prog)
@@ -279,7 +287,7 @@ def _bucket_bytes(moves: Sequence[Redistribution], topology: Topology) -> float:
     startup = max((host + topology.launch + link.latency) * link.bandwidth for link in links)
     if not startup:
         return math.inf
-    return total / max(1, math.ceil(math.sqrt(total / startup + 0.25) - 0.5))
+    return total / max(1.0, least, math.ceil(math.sqrt(total / startup + 0.25) - 0.5))
 
 
 def _keys(prog: Program) -> LaunchKeys:

@@ -155,14 +155,15 @@ def test_memory_of_a_bucket_is_used_again_once_its_gradients_are_freed() -> None
                 torch.testing.assert_close(grad, want, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(("width", "buckets"), [(256, [1, 2]), (1024, [1, 8])])
+@pytest.mark.parametrize(("width", "buckets"), [(256, [1, 2]), (1024, [3, 8])])
 def test_gradients_are_split_into_buckets_by_their_startup(width: int, buckets: list[int]) -> None:
     params = [torch.empty(width, width, device="meta", requires_grad=True) for _ in range(16)]
     for topology, count in zip((fs.Topology.node(), fs.Topology.cpu_host()), buckets, strict=True):
         part = fs.partition(large_chain, mesh=MESH, in_specs=(P(), P("x")), topology=topology)
         schedule = part.trace(params, torch.empty(8, width, device="meta")).schedule
         launches = [line for line in schedule if isinstance(line, LaunchBatch)]
-        # 4 and 64 MiB; a startup takes as long as 30 MB on a node, and 0.7 MB on a host.
+        # 4 and 64 MiB, at most 25 in a bucket; a startup takes as long as 30 MB on a node,
+        # and 0.7 MB on a host.
         assert len(launches) == count
         # Nothing overlaps with a single one.
         assert [line.waits for line in launches] == [count == 1] * count
@@ -201,6 +202,17 @@ def test_sharded_parameters_are_gathered_one_bucket_ahead() -> None:
     order = "".join([kinds.get(type(line), "") for line in schedule])
     # A bucket has 8 MiB, two parameters. The next one is launched before the last is waited for.
     assert order == "LLW....LW....W....."
+
+
+@pytest.mark.parametrize(("width", "count"), [(128, 1), (512, 4)])
+def test_few_parameters_have_their_memory_twice_as_they_are_gathered(
+    width: int, count: int
+) -> None:
+    params = [torch.empty(width, width, device="meta", requires_grad=True) for _ in range(16)]
+    part = fs.partition(large_chain, mesh=MESH, in_specs=(P("x"), P("x")), out_specs=P())
+    schedule = part.trace(params, torch.empty(8192, width, device="meta")).schedule
+    # 1 and 16 MiB; a startup takes as long as 30 MB.
+    assert sum(isinstance(line, LaunchBatch) for line in schedule) == count
 
 
 def masked_mean(w: torch.Tensor, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
