@@ -213,8 +213,13 @@ def auto(
              "fs.auto(fn, mesh, [x])")  # fmt: skip
     on = as_topology("fs.auto", topology, meshes=(mesh,))
     args, start = list(example_args), time.monotonic()
-    fixed, out_specs = (read_placements(x, mesh) for x in (dict(fixed or {}), out_specs))
     check_memory(memory, "fs.auto")
+    if fixed is not None and not isinstance(fixed, Mapping):
+        fail("fs.auto", f"fixed={fixed!r}", "fixed must map indices of arguments, or patterns of "
+             "paths, to layouts", 'fixed={0: P("x")}, say')  # fmt: skip
+    if not isinstance(seconds, int | float) or math.isnan(seconds):
+        fail("fs.auto", f"seconds={seconds!r}", "seconds must be a number", "seconds=20.0")
+    fixed, out_specs = (read_placements(x, mesh) for x in (dict(fixed or {}), out_specs))
     search = ChoiceSearch(fn, mesh, args, on, memory, _fixed_leaves(fixed, args), out_specs,
                           overlap=overlap)  # fmt: skip
     best = search.run(start + seconds)
@@ -242,7 +247,7 @@ def _fixed_leaves(fixed: Mapping[int | str, Any], args: list[Any]) -> dict[int, 
             continue
         try:
             matching = [i for i, name in enumerate(names) if re.fullmatch(key, name)]
-        except re.error as error:
+        except (re.error, TypeError) as error:
             problems.append(Problem(f"the pattern {key!r}", f"a pattern must be one of re: {error}",
                                     "re.escape(path)"))  # fmt: skip
             continue

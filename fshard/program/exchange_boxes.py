@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from types import MappingProxyType
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from fshard.layout.mesh_groups import mesh_points, shard_coords
 from fshard.layout.partition_spec import Kinds
 from fshard.layout.spec import Spec
 from fshard.program.boxes import Box, common, intersect, local_box, volume
-from fshard.program.infer import join_sizes
+from fshard.program.infer import DimSizes, join_sizes
 
 
 class Piece(NamedTuple):
@@ -186,14 +186,18 @@ def axis_positions(
     axis_sizes: Mapping[str, int],
     dims: Iterable[tuple[str, ...]],
     sizes: Iterable[tuple[int, ...] | None],
+    join: Callable[[DimSizes, int], DimSizes] = join_sizes,
 ) -> dict[str, object]:
-    """Return where each axis shards: dim, shards major to it, sizes of the shards up to it."""
+    """Return where each axis shards: dim, shards major to it, sizes of the shards up to it.
+
+    `join` is `join_sizes`, or remembers its results.
+    """
     positions: dict[str, object] = {}
     for dim, (axes, dim_sizes) in enumerate(zip(dims, sizes, strict=True)):
         major, minor = 1, math.prod([axis_sizes[axis] for axis in axes])
         for axis in axes:
             minor //= axis_sizes[axis]
-            positions[axis] = dim, major, join_sizes(dim_sizes, minor)
+            positions[axis] = dim, major, join(dim_sizes, minor)
             major *= axis_sizes[axis]
     return positions
 

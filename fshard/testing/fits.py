@@ -7,7 +7,7 @@ from typing import Any
 
 from fshard._util.errors import fail
 from fshard.partition.partition import Partition
-from fshard.partition.step_cost.memory_limit import different_ranks
+from fshard.partition.step_cost.memory_limit import check_memory, different_ranks
 from fshard.partition.step_cost.memory_timeline import StepMemory
 
 WHERE = "fs.testing.assert_fits"
@@ -33,7 +33,8 @@ def assert_fits(
 
     Raises:
         AssertionError: a rank holds more; the text is the table of its memory at the peak.
-        ShardingError: the function is not partitioned, or an operation does not run without values.
+        ShardingError: the function is not partitioned, `memory` is no number of bytes, or an
+            operation does not run without values.
 
     >>> import torch
     >>> import fshard as fs
@@ -45,6 +46,7 @@ def assert_fits(
         fail(WHERE, f"a function of type {type(function).__name__}",
              "the function must be partitioned", "fs.partition(fn, mesh=mesh, in_specs=...)"
              )  # fmt: skip
+    check_memory(memory, WHERE)
     call = function.trace(*args)
     ranks = (call.memory(optimizer=optimizer, rank=rank) for rank in different_ranks(call))
     most = max(ranks, key=lambda held: held.peak)

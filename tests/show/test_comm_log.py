@@ -327,8 +327,9 @@ def test_unknown_fields_are_refused() -> None:
         example().by("lines")
     with pytest.raises(fs.ShardingError, match="did you mean 'line'"):
         example().by("lines")
-    with pytest.raises(fs.ShardingError, match="fields must be among"):
-        example().by()
+    for fields in ((), (None,)):
+        with pytest.raises(fs.ShardingError, match="fields must be among"):
+            example().by(*fields)
 
 
 def test_assert_only() -> None:

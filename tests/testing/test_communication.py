@@ -96,3 +96,11 @@ def test_arguments_keep_their_gradients_to_themselves() -> None:
 def test_malformed_calls_are_refused(args: Any, options: Any, message: str) -> None:
     with pytest.raises(fs.ShardingError, match=message):
         fs.testing.assert_communicates(layer, args, {}, **options)
+
+
+@pytest.mark.parametrize("counts", [[("all_reduce", 1)], {"all_reduce": "1"}, None])
+def test_counts_are_numbers_of_launches(counts: Any) -> None:
+    with fs.comm_log() as log:
+        pass
+    with pytest.raises(fs.ShardingError, match="to numbers of launches"):
+        log.assert_only(counts)

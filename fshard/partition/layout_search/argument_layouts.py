@@ -43,13 +43,17 @@ class ArgumentLeaf:
         return 0 if self.meta is None else self.meta.ndim
 
     def layouts(self, mesh: Mesh) -> list[PartitionSpec]:
-        """Return the layouts with even shards: each axis shards a dim or none."""
+        """Return the layouts with even shards: each axis shards a dim or none.
+
+        A dim without elements is not sharded.
+        """
         meta, partitions = self.meta, []
         assert meta is not None
         for dims in itertools.product((None, *range(meta.ndim)), repeat=len(mesh.axes)):
             entries = [tuple(a for a, d in zip(mesh.axes, dims, strict=True) if d == dim)
                        for dim in range(meta.ndim)]  # fmt: skip
             sizes = [mesh.axis_size(axes) for axes in entries]
-            if all(size % n == 0 and size for size, n in zip(meta.shape, sizes, strict=True)):
+            ends = zip(meta.shape, sizes, strict=True)
+            if all(n == 1 or (size and size % n == 0) for size, n in ends):
                 partitions.append(PartitionSpec(*(axes or None for axes in entries)))
         return partitions

@@ -181,8 +181,10 @@ def _as_values(count: int, ndim: int, *, unreduced: int) -> torch.Tensor:
 @lru_cache(maxsize=CACHE_SIZE)
 def _value_distances(axes: AxisTuple, topology: Topology, ndim: int, nbytes: int) -> torch.Tensor:
     """Return the least seconds between values: invariant, unreduced or sharded on every axis."""
-    codes = torch.tensor(list(itertools.product(range(VALUE_CODES + ndim), repeat=len(axes.names))),
-                         dtype=torch.long).reshape(-1, len(axes.names))  # fmt: skip
+    count = len(axes.names)
+    product = itertools.product(range(VALUE_CODES + ndim), repeat=count)
+    codes = torch.tensor([*product], dtype=torch.long)
+    codes = codes.reshape((VALUE_CODES + ndim) ** count, count)  # one row of none without axes
     table = torch.minimum(_exchanges(axes, topology, codes, ndim, nbytes),
                           _reductions(axes, topology, codes, nbytes))  # fmt: skip
     for via in range(len(codes)):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from fshard._util.cache import CACHE_SIZE
+from fshard._util.errors import fail
 from fshard.layout.sharded import Sharded
 from fshard.layout.spec import Spec
 from fshard.layout.tree import flatten
@@ -35,6 +36,7 @@ from fshard.partition.step_cost.step_record import (
     RanOperation,
     StepRecord,
 )
+from fshard.program.cost.links import is_number
 from fshard.program.cost.topology import Topology
 from fshard.run.transports.shape_only import RecordedCollective
 
@@ -167,10 +169,19 @@ def optimizer_bytes(optimizer: Any, params: Sequence[Spec], rank: int) -> int:
             `slots`, a function of a parameter's spec to the specs of its state.
         params: the specs of the parameters.
         rank: the rank.
+
+    Raises:
+        ShardingError: for anything else.
     """
-    if isinstance(optimizer, int | float):
-        return round(optimizer * sum(spec.local_nbytes(rank) for spec in params))
+    if is_number(optimizer) and optimizer >= 0:
+        return round(float(optimizer) * sum(spec.local_nbytes(rank) for spec in params))
     slots = getattr(optimizer, "slots", None)
     tree = optimizer if slots is None else [slots(spec) for spec in params]
     specs = [x.spec if isinstance(x, Sharded) else x for x in flatten(tree)[0]]
-    return sum(spec.local_nbytes(rank) for spec in specs if isinstance(spec, Spec))
+    tensors = [spec for spec in specs if isinstance(spec, Spec)]
+    if not tensors and specs and slots is None:
+        value = optimizer if isinstance(optimizer, int | float) else type(optimizer).__name__
+        fail("memory", f"optimizer {value}", "optimizer must be a multiple of at least 0 of "
+             "the parameters' bytes, a tree of specs or pairs, or an optimizer of fs.state",
+             "optimizer=2 for Adam's two moments")  # fmt: skip
+    return sum(spec.local_nbytes(rank) for spec in tensors)

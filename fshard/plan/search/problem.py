@@ -93,7 +93,9 @@ class SearchProblem:
         self.specs: dict[SearchLayout, Spec] = {}
         self.rank_overlap: RankOverlap | None = None
         self.split_cache: dict[tuple[int, DimSizes, Axes, Axes], DimSizes] = {}
+        self.chunk_cache: dict[tuple[int, int, DimSizes, int], DimSizes] = {}
         self.join_cache: dict[tuple[DimSizes, int], DimSizes] = {}
+        self.widest: dict[DimSizes, int] = {}
         self.rank_counts: dict[Axes, int] = {}
         self.parts: dict[tuple[int, Axes, Axes, Set[str]], DimTraffic | None] = {}
         self.dim_overlaps: dict[tuple[int, Axes, frozenset[str]], tuple[int, int, bool]] = {}
@@ -163,9 +165,15 @@ class SearchProblem:
         if nbytes is None:
             nbytes = self.itemsize
             for size, axes, sizes in zip(self.src.shape, layout.dims, layout.sizes, strict=True):
-                nbytes *= size // self.num_ranks(axes) if sizes is None else max(sizes)
+                nbytes *= size // self.num_ranks(axes) if sizes is None else self.max_size(sizes)
             self.local_sizes[key] = nbytes
         return nbytes
+
+    def max_size(self, sizes: tuple[int, ...]) -> int:
+        """Return the largest of the sizes of a dim's shards."""
+        if sizes not in self.widest:
+            self.widest[sizes] = max(sizes)
+        return self.widest[sizes]
 
     def spec(self, layout: SearchLayout) -> Spec:
         """Return the layout as a `Spec`."""
@@ -231,12 +239,7 @@ class SearchProblem:
 
     def remove_axes(self, layout: SearchLayout, dim: int, axes: Axes) -> SearchLayout:
         """Return the layout without `axes`, the most minor ones of `dim`."""
-        sizes = layout.sizes[dim]
-        if sizes is not None:
-            key = sizes, self.num_ranks(axes)
-            if key not in self.join_cache:
-                self.join_cache[key] = hashed_once(join_sizes(*key))
-            sizes = self.join_cache[key]
+        sizes = self.join_sizes(layout.sizes[dim], self.num_ranks(axes))
         return layout.replace_dim(dim, layout.dims[dim][: -len(axes)], sizes)
 
     def append_axes(self, layout: SearchLayout, dim: int, axes: Axes) -> SearchLayout:
@@ -248,6 +251,15 @@ class SearchProblem:
             sizes = self.split_sizes(layout, dim, axes, dim_axes)
         return layout.replace_dim(dim, dim_axes, sizes)
 
+    def join_sizes(self, sizes: DimSizes, n: int) -> DimSizes:
+        """Return the shard sizes of a dim after merging each `n` neighbours, None if equal."""
+        if sizes is None or n == 1:
+            return sizes
+        key = sizes, n
+        if key not in self.join_cache:
+            self.join_cache[key] = hashed_once(join_sizes(*key))
+        return self.join_cache[key]
+
     def split_sizes(self, layout: SearchLayout, dim: int, axes: Axes, dim_axes: Axes) -> DimSizes:
         """Return the shard sizes of a dim sharded further: an end's sizes if it leads there.
 
@@ -257,22 +269,27 @@ class SearchProblem:
             return _INDIVISIBLE
         key = (dim, layout.sizes[dim], axes, dim_axes)
         if key not in self.split_cache:
-            self.split_cache[key] = hashed_once(self._split_sizes(layout, dim, axes, dim_axes))
+            self.split_cache[key] = self._split_sizes(layout, dim, axes, dim_axes)
         return self.split_cache[key]
 
     def _split_sizes(self, layout: SearchLayout, dim: int, axes: Axes, dim_axes: Axes) -> DimSizes:
         n, shards = self.num_ranks(axes), self.num_ranks(layout.dims[dim])
-        coarse = layout.sizes[dim]
-        for end in (self.dst, self.src):
-            if end.partition.dims[dim][: len(dim_axes)] == dim_axes:
-                sizes = join_sizes(end.sizes[dim], end.dim_shards(dim) // (shards * n))
-                if join_sizes(sizes, n) == coarse and (
-                    sizes is not None or self.src.shape[dim] % (shards * n) == 0
+        coarse, size = layout.sizes[dim], self.src.shape[dim]
+        for end in (self.goal, self.start):
+            if end.dims[dim][: len(dim_axes)] == dim_axes:
+                minor = self.num_ranks(end.dims[dim][len(dim_axes) :])
+                sizes = self.join_sizes(end.sizes[dim], minor)
+                if self.join_sizes(sizes, n) == coarse and (
+                    sizes is not None or size % (shards * n) == 0
                 ):
                     return sizes
-        chunks = split_sizes(self.src.shape[dim], shards, coarse, n, chunk=True)
-        assert not isinstance(chunks, str)
-        return chunks if chunks is None or len(set(chunks)) > 1 else None
+        key = size, shards, coarse, n
+        if key not in self.chunk_cache:
+            chunks = split_sizes(*key, chunk=True)
+            assert not isinstance(chunks, str)
+            equal = chunks is None or chunks.count(chunks[0]) == len(chunks)
+            self.chunk_cache[key] = None if equal else hashed_once(chunks)
+        return self.chunk_cache[key]
 
     def replicated_goal(self, axes: Axes) -> tuple[Literal["invariant", "reduced"], str]:
         """Return ("reduced", kind) if the goal has all of `axes` reduced by one kind."""
@@ -353,7 +370,7 @@ class SearchProblem:
         key = _dim_shards(layout)
         placements = self.placements.get(key)
         if placements is None:
-            placements = axis_positions(self.size, layout.dims, layout.sizes)
+            placements = axis_positions(self.size, layout.dims, layout.sizes, self.join_sizes)
             self.placements[key] = placements
         return {**placements, **dict(layout.unreduced)} if layout.unreduced else placements
 

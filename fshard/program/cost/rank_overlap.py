@@ -19,9 +19,9 @@ from fshard.layout.spec import Spec
 from fshard.program.cost.dim_overlap import Interval
 from fshard.program.cost.shard_overlap import (
     NO_AXES,
+    even_stops,
     masks_by_coordinate,
     meeting_pieces,
-    piece_edges,
     shard_indices,
     shard_intervals,
 )
@@ -60,7 +60,7 @@ class RankOverlap:
         self._intervals: dict[tuple[int, DimSharding], list[Interval]] = {}
         self._dim_holds: dict[tuple[int, DimSharding, DimSharding], list[int]] = {}
         self._pieces: dict[tuple[int, DimSharding, DimSharding, Set[str]], int] = {}
-        self._edges: dict[tuple[int, DimSharding], list[int]] = {}
+        self._stops: dict[tuple[int, ...], list[int]] = {}
         self._dim_needs: dict[tuple[int, DimSharding, DimSharding, Set[str]], list[int]] = {}
         self._numels: dict[DimShardings, list[int]] = {}
         self._holds: dict[tuple[DimShardings, DimShardings], list[int]] = {}
@@ -120,14 +120,11 @@ class RankOverlap:
             key = dim, before, after, converted
             most = self._pieces.get(key)
             if most is None:
-                sizes, targets = self.sizes(dim, before), set(self.intervals(dim, after))
+                stops, targets = self.stops(dim, before), set(self.intervals(dim, after))
                 masks: Iterable[tuple[bool, ...] | None] = [None]
                 if not converted.isdisjoint(before[0]):
                     masks = masks_by_coordinate(self.mesh.shape, before[0], converted)
-                edges = self._edges.get((dim, before))
-                if edges is None:
-                    edges = self._edges[dim, before] = piece_edges(sizes)
-                most = max(meeting_pieces(edges, sizes, targets, mask) for mask in masks)
+                most = max(meeting_pieces(stops, targets, mask) for mask in masks)
                 self._pieces[key] = most
             count *= most
         return count
@@ -153,9 +150,8 @@ class RankOverlap:
         self, dim: int, have: DimSharding, need: DimSharding, converted: Set[str]
     ) -> list[int]:
         """Return one dim's factor in `needs`."""
-        stops = itertools.accumulate(self.sizes(dim, have), initial=0)
-        shards = list(itertools.pairwise(stops))
-        goals = list(itertools.accumulate(self.sizes(dim, need), initial=0))
+        shards = list(itertools.pairwise(self.stops(dim, have)))
+        goals = self.stops(dim, need)
         # For each coordinate along the converted axes: elements there before the end of each goal.
         below = [
             [sum([min(goal, b) - a for a, b in selected if a < goal]) for goal in goals]
@@ -200,7 +196,7 @@ class RankOverlap:
         """Return start and stop of each rank's shard of a dim."""
         intervals = self._intervals.get((dim, sharding))
         if intervals is None:
-            stops = list(itertools.accumulate(self.sizes(dim, sharding), initial=0))
+            stops = self.stops(dim, sharding)
             intervals = [(stops[i], stops[i + 1]) for i in self.index(sharding[0])]
             self._intervals[dim, sharding] = intervals
         return intervals
@@ -213,13 +209,14 @@ class RankOverlap:
             index = [n * a + b for a, b in zip(index, self.coords[axis], strict=True)]
         return index
 
-    def sizes(self, dim: int, sharding: DimSharding) -> Sequence[int]:
-        """Return the sizes of all shards of a dim."""
+    def stops(self, dim: int, sharding: DimSharding) -> Sequence[int]:
+        """Return the ends of all shards of a dim, 0 first."""
         axes, sizes = sharding
-        if sizes is not None:
-            return sizes
-        count = math.prod(self.mesh.shape[axis] for axis in axes)
-        return [self.shape[dim] // count] * count
+        if sizes is None:
+            return even_stops(self.shape[dim], math.prod(self.mesh.shape[axis] for axis in axes))
+        if sizes not in self._stops:
+            self._stops[sizes] = [*itertools.accumulate(sizes, initial=0)]
+        return self._stops[sizes]
 
 
 def index_of_largest(spec: Spec) -> int:

@@ -33,7 +33,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 
@@ -198,28 +197,34 @@ def dim_pieces(
     >>> dim_pieces((3, 2, 3), [(0, 4), (4, 8)], (True, False, True))
     1
     """
-    return meeting_pieces(piece_edges(have), have, targets, mask)
+    return meeting_pieces([*itertools.accumulate(have, initial=0)], targets, mask)
 
 
-def piece_edges(have: Iterable[int]) -> list[int]:
-    """Return the ends of all shards that are not empty."""
-    return list(itertools.accumulate([n for n in have if n]))
+def even_stops(length: int, count: int) -> Sequence[int]:
+    """Return the ends of `count` equal shards of a dim, 0 first."""
+    return range(0, length + 1, length // count) if length else (0,) * (count + 1)
 
 
 def meeting_pieces(
-    edges: list[int],
-    have: Sequence[int],
-    targets: Iterable[Interval],
-    mask: Sequence[bool] | None = None,
+    stops: Sequence[int], targets: Iterable[Interval], mask: Sequence[bool] | None = None
 ) -> int:
-    """Return `dim_pieces` of shards with known `piece_edges`."""
-    full = [target for target in targets if target[0] < target[1]]
-    first = [bisect_right(edges, start) for start, _ in full]
-    last = [bisect_left(edges, stop) + 1 for _, stop in full]
-    if mask is not None:
-        before = [0, *itertools.accumulate([a for a, n in zip(mask, have, strict=True) if n])]
-        first, last = [before[i] for i in first], [before[i] for i in last]
-    return max(map(operator.sub, last, first), default=1)
+    """Return `dim_pieces` of shards that end at `stops`, 0 first.
+
+    Shards that are empty are no pieces; they are looked for only where a target may meet more
+    shards than the targets before it.
+    """
+    full = [(start, stop) for start, stop in targets if start < stop]
+    most = 0 if full else 1
+    for start, stop in full:
+        low, high = bisect_right(stops, start) - 1, bisect_left(stops, stop)
+        if high - low <= most:
+            continue
+        if mask is not None:
+            shards = zip(mask[low:high], itertools.pairwise(stops[low : high + 1]), strict=True)
+            most = max(most, sum(kept and first < last for kept, (first, last) in shards))
+        else:
+            most = max(most, len({*stops[low:high]}))
+    return most
 
 
 # -- shards of any sizes --------------------------------------------------------------------

@@ -23,7 +23,7 @@ from fshard._torch.dynamo import graph_constant
 from fshard._util.errors import Problem, raise_if
 from fshard._util.notebook_view import NotebookView
 from fshard._util.text import rate_text, time_text
-from fshard.layout.mesh import Axes, Mesh, as_axes, as_mesh
+from fshard.layout.mesh import Axes, Mesh, as_mesh
 from fshard.program.cost.link_groups import switch_link, torus_link
 from fshard.program.cost.links import (
     Link,
@@ -406,7 +406,8 @@ class Topology(NotebookView):
             The latency of a round, and the bytes per second that a rank receives.
 
         Raises:
-            ShardingError: If an axis does not fill dims of a torus, or an equal part of one.
+            ShardingError: If an axis is not one of the mesh, or does not fill dims of a torus, or
+                an equal part of one.
 
         >>> import fshard as fs
         >>> mesh, cluster = fs.Mesh(dp=4, tp=8), fs.Topology.cluster()
@@ -415,7 +416,9 @@ class Topology(NotebookView):
         >>> cluster.link(mesh, ("dp", "tp"), exchange=True) == cluster.outer
         True
         """
-        return _link(self, as_mesh(mesh, "fs.Topology.link"), as_axes(axes), exchange)
+        where = "fs.Topology.link"
+        mesh = as_mesh(mesh, where)
+        return _link(self, mesh, mesh.check_axes(axes, where), exchange)
 
     def between(self, mesh: Mesh, other: Mesh) -> Link:
         """Return the link that an exchange between the ranks of two meshes is as slow as.

@@ -153,7 +153,7 @@ class CommLog:
         if unknown or not fields:
             fail(where, f"fields {', '.join(map(repr, unknown)) or '()'}",
                  f"fields must be among {', '.join(FIELDS)}",
-                 did_you_mean(unknown[0] if unknown else "", FIELDS, "'line'"))  # fmt: skip
+                 did_you_mean(str(unknown[0]) if unknown else "", FIELDS, "'line'"))  # fmt: skip
         return tuple(fields)
 
     def save(self, path: str | os.PathLike[str]) -> None:

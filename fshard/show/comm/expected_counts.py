@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
+from fshard._util.errors import fail
 from fshard._util.text import bytes_text
 from fshard.show.comm.phase import Key, Phase
 from fshard.show.table import Column, Row, Table
@@ -20,6 +21,11 @@ DIFFERS = "differs"
 
 def compare_counts(where: str, phases: Iterable[tuple[str, Phase, Counts, int | None]]) -> None:
     """Raise if the launches or bytes of a phase are not the expected ones."""
+    phases = tuple(phases)
+    for _, _, counts, _ in phases:
+        if not isinstance(counts, Mapping) or not all(type(n) is int for n in counts.values()):
+            fail(where, f"counts {counts!r}", "counts must map operations, or operations and axes, "
+                 "to numbers of launches", '{"all_reduce": 1}, say')  # fmt: skip
     rows = [row for phase in phases for row in _rows(*phase)]
     if any(row[-1] for row in rows):
         title = f"{where}: collectives that ran"

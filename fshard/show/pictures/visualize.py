@@ -127,8 +127,9 @@ def _path_order(item: tuple[str, Spec]) -> list[tuple[bool, int | str]]:
 def _pair_picture(value: Pair, header: str, values: bool) -> LayoutPicture:
     """Return the picture of a pair; raise `ShardingError` if it is not one that fits."""
     if not is_pair(value):
-        rule = "the value must be a Spec, a (local, spec) pair, a tree of them, a Mesh or a Program"
-        fail(WHERE, f"a {type(value).__name__}", rule,
+        rule = ("the value must be a Spec, a (local, spec) pair, a tree of them, a Mesh, a "
+                "Program, or the roofline() or memory() of a partitioned call")  # fmt: skip
+        fail(WHERE, f"a value of type {type(value).__name__}", rule,
              "fs.visualize(spec) or fs.visualize((local, spec))")  # fmt: skip
     local, spec = value
     if not isinstance(local, torch.Tensor):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import pickle
 import random
 import time
@@ -328,6 +329,16 @@ def test_fixed_by_pattern_of_paths() -> None:
     with pytest.raises(fs.ShardingError, match="a pattern must match some path") as error:
         fs.auto(mlp, Mesh(x=4), [p, x], fixed={r"a": P("x"), 2: P("x")})
     assert "the index 2" in str(error.value)
+    for options in ({"fixed": [P("x")]}, {"seconds": math.nan}, {"fixed": {None: P("x")}}):
+        with pytest.raises(fs.ShardingError, match=f"fs.auto(.|\n)*{next(iter(options))}"):
+            fs.auto(mlp, Mesh(x=4), [p, x], **options)
+
+
+@pytest.mark.parametrize(("mesh", "rows"), [(Mesh(x=1, y=1), 4), (Mesh(x=2), 0)], ids=str)
+def test_one_device_and_no_rows_have_layouts(mesh: Mesh, rows: int) -> None:
+    w = torch.empty(8, 8, device="meta", requires_grad=True)
+    choice = fs.auto(torch.matmul, mesh, [torch.empty(rows, 8, device="meta"), w])
+    assert choice.time == choice.bound
 
 
 def test_equal_layers_are_solved_once() -> None:

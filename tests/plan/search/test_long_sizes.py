@@ -37,6 +37,9 @@ def test_pieces_are_the_shards_that_a_target_meets(sizes: tuple[int, ...], maske
             if mask is None or mask[i]
         )
         assert dim_pieces(sizes, [(start, stop)], mask) == met
+        others = [(0, stops[-1]), (start, start)]
+        most = dim_pieces(sizes, others, mask)
+        assert dim_pieces(sizes, [(start, stop), *others], mask) == max(met, most)
 
 
 def test_long_sizes_are_equal_keys_and_stay_in_the_search() -> None:

@@ -182,3 +182,9 @@ def test_plans_use_the_links_of_idle_axes() -> None:
 def test_sizes_of_slices_are_checked(sizes: Any) -> None:
     with pytest.raises(fs.ShardingError, match="sizes must be a tuple of the devices along"):
         Topology.tpu_v5e(sizes)
+
+
+@pytest.mark.parametrize("topology", [Topology.tpu_v5e((4, 4)), Topology.dgx_h100()])
+def test_axes_of_a_link_must_be_of_the_mesh(topology: Topology) -> None:
+    with pytest.raises(fs.ShardingError, match="axis 'z' on Mesh"):
+        topology.link(fs.Mesh(x=4, y=4), "z")
