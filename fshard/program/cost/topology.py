@@ -280,11 +280,8 @@ class Topology(NotebookView):
         >>> pod.link(fs.Mesh(x=4, y=4, z=4), "x").bandwidth, pod.capacity
         (90000000000.0, 32000000000)
         """
-        return Topology(
-            **tpu_fields(
-                "TPU v4", sizes, 4.5e10, 1.2e12, 32, {"bfloat16": 275, "int8": 275}, host=4
-            )
-        )
+        rates = {"bfloat16": 275, "int8": 275}
+        return Topology(**tpu_fields("TPU v4", sizes, 4.5e10, 1.2e12, 32, rates, host=4))
 
     @staticmethod
     def tpu_v5p(sizes: tuple[int, int, int] = (4, 4, 4)) -> Topology:
@@ -406,8 +403,7 @@ class Topology(NotebookView):
             The latency of a round, and the bytes per second that a rank receives.
 
         Raises:
-            ShardingError: If an axis is not one of the mesh, or does not fill dims of a torus, or
-                an equal part of one.
+            ShardingError: If an axis is unknown, or does not fill equal parts of a torus's dims.
 
         >>> import fshard as fs
         >>> mesh, cluster = fs.Mesh(dp=4, tp=8), fs.Topology.cluster()
