@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,22 @@ def frozen_heap() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark all cases of a test with `sampled(n)` as slow, except every n-th one.
+
+    An n that divides the number of values of no parameter reaches all values of all parameters.
+    """
+    places: Counter[str] = Counter()
+    for item in items:
+        mark = item.get_closest_marker("sampled")
+        if mark is not None and item.get_closest_marker("slow") is None:
+            name = item.nodeid.partition("[")[0]
+            if places[name] % mark.args[0]:
+                item.add_marker(pytest.mark.slow)
+            places[name] += 1
 
 
 @cache

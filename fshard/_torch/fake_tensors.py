@@ -24,7 +24,7 @@ __all__ = [
     "FakeTensor", "FakeTensorMode", "FunctionalTensor", "depends_on_inputs", "from_functional",
     "functional_mode", "is_recording", "is_recording_below_autograd",
     "recording_differentiably", "shares_memory", "sync_functional", "to_functional",
-    "without_cudnn",
+    "unpatched_modules", "without_cudnn",
 ]  # fmt: skip
 
 FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
@@ -122,3 +122,29 @@ def without_cudnn() -> Iterator[None]:
         yield
     finally:
         torch._C._set_cudnn_enabled(before)
+
+
+@contextmanager
+def unpatched_modules() -> Iterator[None]:
+    """Let `make_fx` leave the methods of `torch.nn.Module` as they are.
+
+    It replaces two of them by functions that do the same, four times a trace, which takes many
+    milliseconds where packages have defined thousands of modules. Other tracers need theirs.
+    """
+    from torch.fx._symbolic_trace import _Patcher
+    from torch.fx.experimental.proxy_tensor import PythonKeyTracer
+
+    original = _Patcher.patch_method
+
+    def patch_method(
+        self: Any, cls: type, name: str, new_fn: Any, deduplicate: bool = True
+    ) -> None:
+        closure = dict(zip(new_fn.__code__.co_freevars, new_fn.__closure__ or (), strict=True))
+        if "self" not in closure or type(closure["self"].cell_contents) is not PythonKeyTracer:
+            original(self, cls, name, new_fn, deduplicate)
+
+    _Patcher.patch_method = patch_method  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        _Patcher.patch_method = original  # type: ignore[method-assign]

@@ -94,6 +94,7 @@ CASES: dict[str, Row] = {
 """The function, its tensors, and their partitions."""
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:Using torch.cross without specifying the dim")
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients_equal_one_device(name: str) -> None:

@@ -252,6 +252,7 @@ def test_fold_adds_rows_in_halos(columns: tuple[int, ...], moved: int, rows: int
 NAMES = [*HALO, *EXCHANGE, *REDUCE, *ENDS, *GATHER]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_two_dims_in_uneven_shards(name: str) -> None:
     check_row(name, "uneven")

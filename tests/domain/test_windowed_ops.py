@@ -17,7 +17,7 @@ from tests.helpers.strategies import shard_sizes
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 F64 = torch.float64
-EXAMPLES = 12
+EXAMPLES = 6
 """Drawn calls of each family by default."""
 
 

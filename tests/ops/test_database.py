@@ -1,7 +1,7 @@
 """PyTorch's operator database through `apply`, on layouts of all kinds; see `op_database`.
 
-By default a sixth of the OpInfos, one sample of each on few layouts, and some of them in other
-dtypes; with `-m slow` all of them, two samples each, in every dtype, with the columns of
+By default a sixth of the OpInfos, one sample of each on a layout of every kind, and some of them
+in other dtypes; with `-m slow` all of them, two samples each, in every dtype, with the columns of
 `tests.benchmarks.bench_ops`.
 """
 
@@ -54,7 +54,7 @@ def outcomes(
 def test_samples_of_the_database_equal_one_device(part: int) -> None:
     """Every accepted layout gives the results and gradients of one device."""
     torch.set_num_threads(1)
-    wrong = [text for i in FAST[part::PARTS] for text in outcomes(op_db[i], 1, 2)[0]]
+    wrong = [text for i in FAST[part::PARTS] for text in outcomes(op_db[i], 1, 1)[0]]
     assert not wrong, "\n".join(wrong)
 
 
@@ -62,7 +62,7 @@ def test_samples_of_the_database_equal_one_device(part: int) -> None:
 def test_samples_in_other_dtypes(dtype: torch.dtype) -> None:
     """The same in integers, booleans, complex and half precision."""
     torch.set_num_threads(1)
-    part = FAST[DTYPES.index(dtype) :: 5]
+    part = FAST[DTYPES.index(dtype) :: 9]
     wrong = [text for i in part for text in outcomes(op_db[i], 1, 1, dtype)[0]]
     assert not wrong, "\n".join(wrong)
 

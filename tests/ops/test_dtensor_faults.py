@@ -29,8 +29,18 @@ THREE = Mesh(x=3)
 aten = torch.ops.aten
 
 
+@pytest.fixture(autouse=True, params=[2, pytest.param(4, marks=pytest.mark.slow)], ids=str)
+def limit(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set the number of layouts of a kind that `right` tries; the slow tests try more."""
+    monkeypatch.setitem(LIMIT, "most", request.param)
+
+
+LIMIT = {"most": 2}
+
+
 def right(function: Callable[..., Any], *tensors: torch.Tensor, most: int = 4) -> None:
     """Assert that a function is right on layouts of all kinds, and runs on them."""
+    most = min(most, LIMIT["most"])
     case = case_of("function", function, *tensors)
     matches = []
     for column in COLUMNS:

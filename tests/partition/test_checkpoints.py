@@ -27,6 +27,7 @@ ROWS = ("x", "y")
 EXPECTED = differentiated(lambda x, w, v: layer(layer(x, w, v), w, v))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("form", ["single", "nested", "sequence"])
 def test_checkpoints_equal_one_device(name: str, form: str) -> None:
@@ -204,6 +205,7 @@ def both_orders(f: Any) -> list[torch.Tensor]:
     return [item.detach() for item in (y, *first, *second)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fn", CALLS)
 @pytest.mark.parametrize(("specs", "remat"), [
     ((P("x"), P("y")), None), ((P(("x", "y")), P("x")), None), ((P(("x", "y")), P("x")), "gathers"),

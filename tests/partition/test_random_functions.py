@@ -15,25 +15,25 @@ MANY = settings(suppress_health_check=list(HealthCheck))
 
 
 @given(RANDOMS)
-@settings(MANY, max_examples=30)
+@settings(MANY, max_examples=12)
 def test_functions_of_pairs(r: Random) -> None:
     RandomCase(r).on_pairs()
 
 
 @given(RANDOMS)
-@settings(MANY, max_examples=15)
+@settings(MANY, max_examples=8)
 def test_functions_of_tensors(r: Random) -> None:
     RandomCase(r).on_tensors()
 
 
 @given(RANDOMS)
-@settings(MANY, max_examples=20)
+@settings(MANY, max_examples=10)
 def test_functions_op_by_op(r: Random) -> None:
     RandomCase(r, most=5).op_by_op()
 
 
 @given(RANDOMS)
-@settings(MANY, max_examples=8)
+@settings(MANY, max_examples=4)
 def test_rank_local_code(r: Random) -> None:
     RandomCase(r).on_ranks()
 

@@ -44,7 +44,7 @@ from tests.helpers.spec_grid import one_in
 # -- options -------------------------------------------------------------------------------
 
 
-@one_in(2)
+@one_in(5)
 def test_objective_bytes_moves_least(every: int) -> None:
     for src, dst in itertools.product(SMALL_SPECS, SMALL_SPECS[::every]):
         fast, least = redistribute(src, dst), redistribute(src, dst, objective="bytes")
@@ -54,7 +54,7 @@ def test_objective_bytes_moves_least(every: int) -> None:
         assert_right(least, src, dst)
 
 
-@one_in(2)
+@one_in(5)
 def test_objective_time_is_fastest_on_its_topology(every: int) -> None:
     slow = Topology.of({"x": Link(1e-4, 1e8)})
     for src, dst in itertools.product(SMALL_SPECS, SMALL_SPECS[::every]):
@@ -124,10 +124,11 @@ COLLECTIVES: list[type] = [
 ]  # fmt: skip
 
 
+@one_in(7)
 @pytest.mark.parametrize("without", COLLECTIVES, ids=lambda step: step.__name__)
-def test_excluded_steps_are_not_used(without: type) -> None:
+def test_excluded_steps_are_not_used(without: type, every: int) -> None:
     done = 0
-    for src, dst in itertools.product(SMALL_SPECS, SMALL_SPECS[::3]):
+    for src, dst in itertools.product(SMALL_SPECS, SMALL_SPECS[::every]):
         try:
             prog = redistribute(src, dst, exclude=(without,))
         except ShardingError as error:

@@ -79,7 +79,7 @@ def test_sharded_pairs_on_two_axes_meet_the_bound(mesh: Mesh) -> None:
 
 @pytest.mark.parametrize("mesh", THREE_AXES, ids=str)
 def test_some_sharded_pairs_on_three_axes_meet_the_bound(mesh: Mesh) -> None:
-    assert_meets_the_bound(pairs_of(mesh, 400))
+    assert_meets_the_bound(pairs_of(mesh, 200))
 
 
 @pytest.mark.slow
@@ -98,7 +98,7 @@ def test_plans_without_exchange_on_two_axes(mesh: Mesh) -> None:
 
 @pytest.mark.parametrize("mesh", THREE_AXES, ids=str)
 def test_some_plans_without_exchange_on_three_axes(mesh: Mesh) -> None:
-    assert mean(ratios(pairs_of(mesh, 150), (Exchange,))) <= 1.12
+    assert mean(ratios(pairs_of(mesh, 60), (Exchange,))) <= 1.12
 
 
 @pytest.mark.slow
@@ -122,7 +122,7 @@ def test_plans_on_two_axes_hold_no_more_than_their_ends(mesh: Mesh) -> None:
 
 @pytest.mark.parametrize("mesh", THREE_AXES, ids=str)
 def test_some_plans_on_three_axes_hold_no_more_than_their_ends(mesh: Mesh) -> None:
-    assert_fits(pairs_of(mesh, 300))
+    assert_fits(pairs_of(mesh, 150))
 
 
 @pytest.mark.slow
@@ -262,13 +262,14 @@ def square_pairs(mesh: Mesh, length: int, count: int | None = None) -> Pairs:
     return spec_grid.sample_pairs(specs, count, seed=5)
 
 
+@spec_grid.one_in(5)
 @pytest.mark.parametrize("length", [16, 4096])
-def test_never_slower_than_dtensor_on_two_axes(length: int) -> None:
-    assert assert_not_slower(square_pairs(Mesh(x=2, y=4), length)) > 800
+def test_never_slower_than_dtensor_on_two_axes(length: int, every: int) -> None:
+    assert assert_not_slower(square_pairs(Mesh(x=2, y=4), length)[::every]) > 800 // every
 
 
 def test_some_plans_are_not_slower_than_dtensor_on_three_axes() -> None:
-    assert assert_not_slower(square_pairs(Mesh(x=2, y=2, z=2), 1024, 60)) > 100
+    assert assert_not_slower(square_pairs(Mesh(x=2, y=2, z=2), 1024, 30)) > 50
 
 
 @pytest.mark.slow

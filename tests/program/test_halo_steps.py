@@ -70,6 +70,7 @@ def spec_of(sizes: Sizes, **mesh: int) -> Spec:
 ALL_SIZES = [(4, 4), (3, 5), (1, 0, 4), (2, 2, 2), (0, 3, 0, 2)]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("sizes", ALL_SIZES, ids=str)
 @pytest.mark.parametrize(("periodic", "boundary"), [
     (False, "circular"), (True, "circular"), (True, "zeros")])  # fmt: skip

@@ -52,6 +52,7 @@ def layouts(mesh: fs.Mesh, shape: tuple[int, ...], dtype: torch.dtype) -> Iterat
             yield fs.Spec(mesh, p, shape=shape, dtype=dtype, uneven="chunk")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", DRAWS)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_values_are_equal_on_every_layout(name: str, mesh: fs.Mesh) -> None:
@@ -123,6 +124,7 @@ FILLS: dict[str, Callable[[torch.Tensor], Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", FILLS)
 def test_functions_of_torch_fill_shards_alone(name: str) -> None:
     """In a keyed block, with equal values on every layout and no tensor larger than a shard."""
@@ -142,6 +144,7 @@ def test_functions_of_torch_fill_shards_alone(name: str) -> None:
             assert largest.numel == max(spec.local_shape(0)[0] * spec.local_shape(0)[1], 2)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("shape", [(8, 8, 3), (8, 2, 5), (4, 6, 3, 2), (6, 5, 1, 2, 3)], ids=str)
 @pytest.mark.parametrize("groups", [1, 2])
 def test_dirac_creates_shards_alone(shape: tuple[int, ...], groups: int) -> None:

@@ -78,6 +78,7 @@ def draw_with_jax(name: str) -> torch.Tensor:
     return torch.from_numpy(values.copy())
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", CASES)
 def test_values_equal_those_of_installed_jax(name: str) -> None:
     reference = draw_with_jax(name)

@@ -29,6 +29,7 @@ def value(spec: Spec, shards: Any) -> torch.Tensor:
     return global_of(spec._with(dtype=torch.float32), [x.float() for x in shards])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", SMALL, ids=str)
 def test_redistribute_in_8_bit_dtypes(dtype: torch.dtype, kind: str) -> None:

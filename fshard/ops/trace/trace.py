@@ -28,6 +28,7 @@ from fshard._torch.fake_tensors import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    unpatched_modules,
     without_cudnn,
 )
 from fshard._torch.functorch import transform_level, without_transforms
@@ -231,7 +232,7 @@ def _trace(
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
     with (
         fake_mode, _deeper(), without_fake_tensor_logs(), compiled_functions_inlined(),
-        without_cudnn(),
+        without_cudnn(), unpatched_modules(),
     ):  # fmt: skip
         fakes = [torch.empty(meta.shape, dtype=meta.dtype, device=device)
                  for meta, device in itertools.zip_longest(metas, devices)]  # fmt: skip

@@ -453,7 +453,8 @@ def late_without_a_check(x: torch.Tensor) -> torch.Tensor:
     return fs.psum(x, "x")
 
 
-@pytest.mark.parametrize("world", [2, 3])  # of all ranks, or made when they first come to it
+# The group has all ranks, or is made when they first come to it.
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_backend_timeout_names_the_collective(world: int) -> None:
     with closing(Ranks(world, init=False)) as ranks:
         first, second, *_ = ranks.outcomes(run, late_without_a_check, PAIR, 2, False)

@@ -72,6 +72,7 @@ def distribute_all(mesh: Mesh) -> int:
     return count
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_shards_equal_distribute_tensor(mesh: Mesh) -> None:
     axes = len(mesh.axes)
@@ -108,6 +109,7 @@ def redistribute_all(mesh: Mesh, kind: str, count: int) -> int:
     return len(pairs)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", ["sum", "avg", "max"])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_redistributed_shards_equal_dtensor(mesh: Mesh, kind: str) -> None:

@@ -31,6 +31,7 @@ def assert_sane(topology: fs.Topology) -> None:
     assert 0 <= topology.overlap <= 1
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("size", "mesh"),
     [

@@ -53,9 +53,9 @@ def check_laws(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_laws_agree_with_meta_kernels(dtype: torch.dtype) -> None:
-    """Check a twelfth of the database."""
-    checked, percent, unanswered = check_laws(op_db[DTYPES.index(dtype) :: 12], dtype, 1)
-    assert len(checked) > 20
+    """Check a part of the database."""
+    checked, percent, unanswered = check_laws(op_db[DTYPES.index(dtype) :: 29], dtype, 1)
+    assert len(checked) > 5
     assert percent <= MAX_UNANSWERED, unanswered
 
 

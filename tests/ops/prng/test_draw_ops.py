@@ -44,6 +44,7 @@ SAMPLES: dict[str, Sample] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SAMPLES)
 def test_shards_of_draws_match_the_global_draw(name: str) -> None:
     assert rule_errors(SAMPLES[name], two_axes=name in ("uniform like", "normal by keys")) == []

@@ -197,17 +197,13 @@ for op, args in tied_calls():
 
 
 def test_choice_does_not_depend_on_the_hash_seed() -> None:
-    outputs = {
-        subprocess.run(
-            [sys.executable, "-c", PROGRAM], cwd=ROOT, text=True, capture_output=True, check=True,
-            timeout=100, env={**os.environ, "PYTHONHASHSEED": seed},
-        ).stdout
-        for seed in ("1", "2")
-    }  # fmt: skip
-    assert len(outputs) == 1
-    assert outputs == {
-        "".join(f"{strategy_line(propagate(op, *args))}\n" for op, args in tied_calls())
-    }
+    """The hash seed of this process is another one, of all but one in 4 billion."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=ROOT, text=True, capture_output=True, check=True,
+        timeout=100, env={**os.environ, "PYTHONHASHSEED": "1"},
+    )  # fmt: skip
+    lines = (strategy_line(propagate(op, *args)) for op, args in tied_calls())
+    assert done.stdout == "".join(f"{line}\n" for line in lines)
 
 
 def test_threads_choose_the_same() -> None:

@@ -168,3 +168,19 @@ def test_gradients_of_gaussian_nll_loss_pass_by_its_clamp(reduction: str) -> Non
     torch.testing.assert_close(part(x, target, var), loss(x, target, var))
     actual = torch.autograd.grad(part(x, target, var), (x, target, var))
     torch.testing.assert_close(actual, expected)
+
+
+def test_traces_leave_modules_as_they_are() -> None:
+    """Replacing methods of `nn.Module` takes milliseconds; tracers within the function need it."""
+    methods, graphs = [], []
+
+    def fn(x: Tensor) -> Tensor:
+        methods.append((torch.nn.Module.__call__, torch.nn.Module.__getattr__))
+        graphs.append(torch.fx.symbolic_trace(torch.nn.Sequential(torch.nn.ReLU())))
+        return x * 2
+
+    before = torch.nn.Module.__call__, torch.nn.Module.__getattr__
+    fs.partition(fn, mesh=fs.Mesh(x=2))(torch.ones(2))
+    assert before == (torch.nn.Module.__call__, torch.nn.Module.__getattr__)
+    assert all(item == before for item in methods)
+    assert [node.op for node in graphs[0].graph.nodes] == ["placeholder", "call_module", "output"]

@@ -140,6 +140,7 @@ WRITERS = [
 LAYOUTS = [P("dp"), P(None, "tp"), P("tp", "dp"), P(("dp", "tp")), P()]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fn", WRITERS, ids=lambda fn: fn.__name__)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_writes_become_values(fn: Callable[[Tensor], Any], layout: P) -> None:

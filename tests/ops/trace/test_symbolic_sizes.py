@@ -67,6 +67,7 @@ def test_symbolic_trace_is_guarded_by_the_size(name: str) -> None:
         assert not any(x.startswith(("aten.empty", "aten.zeros")) for x in targets), targets
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("dynamic", [True, None, False])
 def test_compiled_code_is_correct_for_every_size(name: str, dynamic: bool | None) -> None:

@@ -44,6 +44,7 @@ def joint_specs(mesh: Mesh, shape: tuple[int, ...]) -> list[Spec]:
     return specs
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("mesh", "on", "shape"), CASES, ids=lambda x: x.name if isinstance(x, Topology) else str(x)
 )

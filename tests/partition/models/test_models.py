@@ -30,6 +30,7 @@ TEN = (
 )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore")  # the packages' own
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", TEN)

@@ -62,6 +62,7 @@ def gaps(
     return [ratio for ratio in ratios if ratio > 1 + EXACT]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=NAMES)
 @pytest.mark.parametrize("shape", SHAPES, ids=["small", "large"])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
@@ -69,6 +70,7 @@ def test_no_path_is_cheaper(mesh: Mesh, shape: tuple[int, ...], topology: Topolo
     assert gaps(mesh, shape, topology, ALL) == []
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("shape", SHAPES, ids=["small", "large"])
 @pytest.mark.parametrize(
     "topology", [Topology.tpu_v5e((4, 4)), Topology.tpu_v4((4, 4, 4))], ids=["grid", "torus"]
@@ -100,6 +102,7 @@ def test_plans_over_axes_that_add_their_links_are_near_the_cheapest() -> None:
     assert max(ratios, default=1.0) < 1.001
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=NAMES)
 @pytest.mark.parametrize("shape", SHAPES, ids=["small", "large"])
 @pytest.mark.parametrize("mesh", SLOW_MESHES, ids=str)
@@ -114,6 +117,7 @@ def test_plans_without_exchange_are_near_the_cheapest(
     assert max(ratios, default=1) <= 1.21
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=NAMES)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_plans_of_permutations_are_near_the_cheapest(mesh: Mesh, topology: Topology | None) -> None:
@@ -148,6 +152,7 @@ def detours(specs: Sequence[Spec], costs: Costs, *, unreduced: bool) -> list[flo
     return ratios
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=NAMES)
 @pytest.mark.parametrize("shape", SHAPES, ids=["small", "large"])
 @pytest.mark.parametrize("mesh", [SLOW_MESHES[0], SLOW_MESHES[2]], ids=str)
@@ -161,6 +166,7 @@ def test_no_detour_is_cheaper(
     assert max(through, default=1) <= (1.01 if topology and shape == SHAPES[0] else 1)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=NAMES)
 @pytest.mark.parametrize("shape", SHAPES, ids=["small", "large"])
 def test_no_detour_without_exchange_is_much_cheaper(
@@ -178,6 +184,7 @@ def test_no_detour_without_exchange_is_much_cheaper(
 STATES = [("invariant",), ("invariant", "reduced", "unreduced")]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=NAMES)
 @pytest.mark.parametrize("shape", SHAPES, ids=["small", "large"])
 @pytest.mark.parametrize("states", STATES, ids=["sharded", "any"])
@@ -219,6 +226,7 @@ def pairs_that_use_every_axis(mesh: Mesh, shape: tuple[int, ...]) -> list[tuple[
     return list(itertools.product(specs, specs))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("shape", SHAPES, ids=["small", "large"])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_bytes_equal_the_transpose(mesh: Mesh, shape: tuple[int, ...]) -> None:
@@ -239,6 +247,7 @@ def unreduced_end(src: Spec, dst: Spec) -> bool:
 FREE_COPIES = [replace(topology, memory=1e30) for topology in TOPOLOGIES if topology is not None]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("topology", FREE_COPIES, ids=["node", "cluster"])
 @pytest.mark.parametrize("shape", SHAPES, ids=["small", "large"])
 @pytest.mark.parametrize("mesh", SLOW_MESHES, ids=str)
@@ -257,6 +266,7 @@ def test_seconds_on_wires_equal_the_transpose(
     assert max(one_way, default=1) <= 1.11
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=NAMES)
 @pytest.mark.parametrize("shape", SHAPES, ids=["small", "large"])
 @pytest.mark.parametrize("mesh", SLOW_MESHES, ids=str)

@@ -57,7 +57,7 @@ def assert_edges(src: Spec, dst: Spec, topology: Topology | None, *, direct: boo
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=["node", "cluster", "bytes"])
-@one_in(2)
+@one_in(5)
 def test_edges_are_valid_steps_with_their_costs(topology: Topology | None, every: int) -> None:
     for src, dst in itertools.product(SMALL_SPECS, SMALL_SPECS[::every]):
         assert_edges(src, dst, topology)

@@ -27,7 +27,7 @@ def test_values_equal_the_recorded_ones_of_jax(name: str, check: Any) -> None:
     assert_same(numbers(CASES[name], check), EXPECTED[name], name)
 
 
-@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, suppress_health_check=list(HealthCheck))
 @given(programs())
 def test_checks_do_not_change_values_of_random_bodies(program: Program) -> None:
     """Every `check` gives the values of the body with its casts written out."""
@@ -36,7 +36,7 @@ def test_checks_do_not_change_values_of_random_bodies(program: Program) -> None:
         assert_same(numbers(case_of(program, casts), check), want, f"check={check!r}")
 
 
-@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, suppress_health_check=list(HealthCheck))
 @given(programs())
 def test_nested_maps_equal_one_map_over_both_axes(program: Program) -> None:
     case = case_of(program, casts=False)

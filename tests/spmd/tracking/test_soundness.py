@@ -60,7 +60,7 @@ def out_specs_of(case: Case, check: bool | str) -> list[Any]:
 # -- values ------------------------------------------------------------------------------------
 
 
-@exhaustive(150)
+@exhaustive(60)
 @given(cases())
 def test_values_that_are_equal_by_type_are_equal(case: Case) -> None:
     program, specs, xs = case
@@ -75,7 +75,7 @@ def test_values_that_are_equal_by_type_are_equal(case: Case) -> None:
                     assert all(torch.equal(first, other) for other in rest), (axis, states)
 
 
-@exhaustive(50)
+@exhaustive(25)
 @given(cases())
 def test_results_that_pass_types_pass_the_value_check(case: Case) -> None:
     outs = out_specs_of(case, True)
@@ -83,7 +83,7 @@ def test_results_that_pass_types_pass_the_value_check(case: Case) -> None:
         assert torch.equal(y, z)
 
 
-@exhaustive(80)
+@exhaustive(40)
 @given(cases())
 def test_strict_programs_give_the_same_results_unchecked(case: Case) -> None:
     """Compare values bit for bit, and gradients up to the order of summation."""
@@ -137,7 +137,7 @@ def smooth(case: Case, *without: str) -> bool:
 
 
 @pytest.mark.parametrize("check", [True, "strict"])
-@exhaustive(40)
+@exhaustive(20)
 @given(cases())
 def test_outer_gradients_are_finite_differences(check: bool | str, case: Case) -> None:
     assume(smooth(case))
@@ -182,7 +182,7 @@ def loss_of(y: torch.Tensor) -> torch.Tensor:
     return fs.psum(number, axes) if axes else number
 
 
-@exhaustive(80)
+@exhaustive(20)
 @given(cases(), NUMBERS)
 def test_gradients_in_the_body_have_dual_types_and_equal_outer_ones(case: Case, index: int) -> None:
     program, specs, xs = case

@@ -172,6 +172,7 @@ TRANSFORMS: dict[str, Callable[[Any, torch.Tensor], Pair]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("check", [False, True])
 @pytest.mark.parametrize("name", CASES)
 def test_transforms_of_collectives_equal_loops(name: str, check: bool) -> None:

@@ -26,6 +26,7 @@ def by_redistribution(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 ALL_CALLS = {**CALLS, "programs": by_redistribution}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("call", ALL_CALLS)
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_transformed_calls_equal_the_dense_ones(transform: str, call: str) -> None:

@@ -13,6 +13,7 @@ from torch.func import functional_call, grad, hessian, jacfwd, jvp, vjp, vmap
 import fshard as fs
 from fshard import Mesh, P, ShardingError
 from tests.helpers.custom_functions import SavesInputs
+from tests.helpers.spec_grid import one_in
 from tests.helpers.spmd.transform_cases import (
     BATCH,
     CASES,
@@ -33,11 +34,19 @@ pytestmark = pytest.mark.filterwarnings(
 )  # torch.func.linearize
 
 
+def some_transforms(name: str, every: int) -> list[tuple[str, Callable[[Any], Any]]]:
+    """Return every n-th transform, from a first one that the name decides."""
+    return [*TRANSFORMS.items()][len(name) % every :: every]
+
+
+@one_in(3)
 @pytest.mark.parametrize(("name", "check"), [*((name, True) for name in CASES), ("pmean", False)])
-def test_transforms_of_a_mapped_function_are_those_of_the_dense_one(name: str, check: bool) -> None:
+def test_transforms_of_a_mapped_function_are_those_of_the_dense_one(
+    name: str, check: bool, every: int
+) -> None:
     body, out, dense = CASES[name]
     mapped = fs.shard_map(body, mesh=MESH, in_specs=(P("x"), P()), out_specs=out, check=check)
-    for transform, run in TRANSFORMS.items():
+    for transform, run in some_transforms(name, every):
         try:
             close(run(mapped), run(dense))
         except BaseException as error:
@@ -45,16 +54,18 @@ def test_transforms_of_a_mapped_function_are_those_of_the_dense_one(name: str, c
             raise
 
 
+@one_in(5)
 @pytest.mark.parametrize("name", GRID_CASES)
-def test_transforms_on_a_mesh_of_two_axes(name: str) -> None:
+def test_transforms_on_a_mesh_of_two_axes(name: str, every: int) -> None:
     body, out, dense = GRID_CASES[name]
     mapped = fs.shard_map(body, mesh=GRID, in_specs=GRID_SPECS, out_specs=out)
-    for run in TRANSFORMS.values():
+    for _, run in some_transforms(name, every):
         close(run(mapped), run(dense))
 
 
+@one_in(3)
 @pytest.mark.parametrize("check", [True, False])
-def test_closures_under_transforms(check: bool) -> None:
+def test_closures_under_transforms(check: bool, every: int) -> None:
     def mapped(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         stored = {"deep": [w * 2]}
 
@@ -69,7 +80,7 @@ def test_closures_under_transforms(check: bool) -> None:
     def dense(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return torch.tanh(x @ w) @ w * 2
 
-    for run in TRANSFORMS.values():
+    for _, run in some_transforms("closures" if check else "unchecked", every):
         close(run(mapped), run(dense))
 
 
@@ -109,7 +120,8 @@ def test_local_map_of_pairs_under_transforms() -> None:
         close(run(of_pairs), run(dense))
 
 
-def test_nested_maps_under_transforms() -> None:
+@one_in(3)
+def test_nested_maps_under_transforms(every: int) -> None:
     mesh = Mesh(x=2, y=2)
     inner = fs.shard_map(
         lambda v, w: fs.psum((v**2).sum() * w.sum(), "y") * w,
@@ -119,7 +131,7 @@ def test_nested_maps_under_transforms() -> None:
         lambda x, w: fs.psum(inner(x, varying(w)), "x"),
         mesh=mesh, in_specs=(P("x"), P()), out_specs=P(), axis_names={"x"},
     )  # fmt: skip
-    for run in TRANSFORMS.values():
+    for _, run in some_transforms("nested", every):
         close(run(mapped), run(lambda x, w: (x**2).sum() * w.sum() * w))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -62,10 +63,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor": {"hold": "tp"},
     "both": {"fsdp": "dp", "hold": "tp", "in_specs": P("dp")},
 }
-BY_DEFAULT = ("llama", "gemma3", "gpt2", "vit", "t5")
-"""Models that run in all layouts by default; the others only tensor parallel with FSDP."""
-CASES = [(name, layout) for name in BY_DEFAULT for layout in LAYOUTS]
-CASES += [(name, "both") for name in MODELS if name not in BY_DEFAULT]
+CASES = [
+    pytest.param(*case, marks=[] if case[0] == "llama" or case[1] == "both" else pytest.mark.slow)
+    for case in itertools.product(MODELS, LAYOUTS)
+]
+"""By default one model runs in all layouts, the others tensor parallel with FSDP."""
 
 
 @pytest.fixture(autouse=True)

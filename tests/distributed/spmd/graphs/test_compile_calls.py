@@ -141,6 +141,7 @@ def run_case(at: int) -> tuple[Any, ...]:
     return expected, value_and_gradients(compiled), value_and_gradients(compiled)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "at", range(len(CASES)), ids=lambda at: f"{CASES[at][0].__name__} {CASES[at][1]}"
 )

@@ -112,7 +112,7 @@ def run_sizes(name: str, dynamic: bool | None) -> Row:
     return differences, counters["stats"]["unique_graphs"]
 
 
-DEFAULT = {("rows", None), ("scattered", True)}
+DEFAULT = {("rows", None)}
 """Cases of every run; compiling takes seconds."""
 
 

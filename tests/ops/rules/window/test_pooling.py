@@ -82,6 +82,7 @@ RESAMPLED: dict[str, Sample] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", FORWARD)
 def test_pooling_of_planes_equals_one_device(name: str) -> None:
     assert rule_errors(FORWARD[name]) == []
