@@ -5,7 +5,8 @@
 - `fits`: `assert_fits`.
 - `one_device`: `assert_like_one_device`.
 - `differentiable`: arguments that require gradients, backward passes of trees of results.
-- `ranks`: `run_ranks`, `outcomes`, warm gloo processes; `rank_process`: one of them.
+- `ranks`: `run_ranks`, `outcomes`, warm gloo processes; `rank_process`: one of them; `rank_server`:
+  the process that forks them.
 - `mesh_cases`: `meshes`, which parametrises a test.
 - `pytest_plugin`: fixtures `comm_log` and `run_ranks`.
 """

@@ -13,7 +13,7 @@ import traceback
 import warnings
 from multiprocessing.connection import Connection
 from multiprocessing.spawn import prepare
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -57,13 +57,13 @@ def _call(request: bytes) -> Any:
         return function(*args)
 
 
-def main() -> None:
-    """Answer calls over the connection of a file descriptor, the first argument of the process."""
+def main(fd: int, *, init: bool) -> NoReturn:
+    """Answer calls over the connection of a file descriptor until one is empty."""
     exit_with_parent()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
-    connection = Connection(int(sys.argv[1]))
-    if sys.argv[2] == "init":
+    connection = Connection(fd)
+    if init:
         init_default_group("gloo")
     connection.send_bytes(b"ready")
     while request := connection.recv_bytes():

@@ -1,7 +1,7 @@
 """`run_ranks`: functions on real gloo processes, which stay warm from call to call.
 
 The processes see what `torchrun` sets (`RANK`, `WORLD_SIZE`, ...), and each has one thread. Those
-of a world size are started once (importing torch takes seconds) and are ended when a rank hangs or
+of a world size are forked once, by a server that has imported PyTorch, and end when a rank hangs or
 dies, when ranks wait for one that has raised, and with this process. Should this process be killed,
 the ranks notice and end.
 """
@@ -26,8 +26,8 @@ from typing import IO, Any
 from fshard._torch.process_groups import TCPStore
 from fshard._util.errors import fail
 from fshard._util.text import plural
+from fshard.testing.rank_server import START_SECONDS, ForkedRank, close_servers, rank_server
 
-START_SECONDS = 90.0
 GRACE_SECONDS = 3.0
 STACK_SECONDS = 0.3
 """Time in which a rank that hangs writes the stacks of its threads to its output."""
@@ -84,7 +84,7 @@ class Ranks:
     def __init__(self, size: int, *, init: bool = True) -> None:
         self.size = size
         self.init = init
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[ForkedRank] = []
         self.connections: list[Connection] = []
         self.logs: list[IO[bytes]] = []
         self.store: TCPStore | None = None
@@ -204,6 +204,7 @@ class Ranks:
         self.connections.append(ours)
         self.logs.append(tempfile.TemporaryFile())  # noqa: SIM115
         environment = {
+            **os.environ,
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(self.size),
@@ -217,22 +218,8 @@ class Ranks:
             "PYTHONUNBUFFERED": "1",
         }
         with other_value:
-            fd = other_value.fileno()
-            process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-c",
-                    PROCESS.format(path=sys.path),
-                    str(fd),
-                    "init" if self.init else "bare",
-                ],
-                env={**os.environ, **environment},
-                stdin=subprocess.DEVNULL,
-                stdout=self.logs[-1],
-                stderr=subprocess.STDOUT,
-                pass_fds=[fd],
-            )
-        self.processes.append(process)
+            log = self.logs[-1].fileno()
+            self.processes.append(rank_server().fork(environment, other_value, log, self.init))
 
     @property
     def pids(self) -> list[int]:
@@ -263,7 +250,6 @@ class Ranks:
         self.processes, self.connections, self.logs, self.store = [], [], [], None
 
 
-PROCESS = "import sys; sys.path[:] = {path!r}; from fshard.testing.rank_process import main; main()"
 _POOLS: dict[tuple[int, bool], Ranks] = {}
 
 
@@ -384,3 +370,4 @@ def close_ranks() -> None:
     """End every warm process."""
     while _POOLS:
         _POOLS.popitem()[1].close()
+    close_servers()
