@@ -277,7 +277,7 @@ def test_sharded_unet_agrees_with_one_device(
 def test_layouts_of_state_agree_with_one_device(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, torchrun: bool
 ) -> None:
-    assert load(ROOT / "examples" / f"{name}.py", monkeypatch).main(20) == 0
+    assert load(ROOT / "examples" / f"{name}.py", monkeypatch).main(21) == 0
     simulated = capsys.readouterr().out
     out = on_processes(name) if torchrun else simulated
     for text in (simulated, out):
