@@ -8,6 +8,8 @@ summed in the group.
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -16,7 +18,7 @@ import torch
 from fshard._util.cache import CACHE_SIZE
 from fshard._util.dtypes import is_inexact
 from fshard.layout.mesh import Axes, Mesh, as_axes
-from fshard.layout.partition_spec import PartitionSpec
+from fshard.layout.partition_spec import LINEAR, PartitionSpec
 from fshard.layout.spec import Spec
 from fshard.layout.tree import map_leaves
 from fshard.program.program import Program
@@ -37,7 +39,7 @@ from fshard.spmd.collectives.collective_plan import (
 from fshard.spmd.collectives.compile_node import as_node
 from fshard.spmd.collectives.gather_scatter import gather_transfer, product_of_rows
 from fshard.spmd.collectives.pcast import axis_index
-from fshard.spmd.collectives.wire_dtypes import NO_WIRE_DTYPES, WireDtypes, check_wire_dtypes
+from fshard.spmd.collectives.wire_dtypes import WireDtypes, check_wire_dtypes
 from fshard.spmd.types import VARYING, TypeSignature
 
 ResultState = Literal["invariant", "reduced"]
@@ -51,28 +53,12 @@ def _all_reduce(
     shape: torch.Size,
     dtype: torch.dtype,
     to: ResultState,
-    wires: WireDtypes = NO_WIRE_DTYPES,
+    wires: WireDtypes,
 ) -> Program:
     src = Spec(mesh, PartitionSpec(unreduced=dict.fromkeys(axes, kind)), shape=shape, dtype=dtype)
     # The transpose of a sum to an invariant result sends nothing; extremes count ties.
     backward = wires[1] if to == "reduced" or kind in ("max", "min") else None
     return Program(src, (AllReduce(axes, to),), forward_dtype=wires[0], backward_dtype=backward)
-
-
-def _result_state(groups: Groups) -> ResultState:
-    """Return the state of a reduction's result within the ranks that reduce.
-
-    Results of groups differ, and so do their cotangents: within a group they vary and are summed.
-    """
-    return "invariant" if groups is None else "reduced"
-
-
-def _signature(axis_name: Axes, groups: Groups, *kinds: str) -> TypeSignature:
-    """Return the types of a reduction; results of groups vary along the axes."""
-    linear = set(kinds) <= {"sum", "avg"}
-    if groups is None:
-        return TypeSignature(as_axes(axis_name), None, kinds, all_or_none=True, linear=linear)
-    return TypeSignature(as_axes(axis_name), VARYING, all_or_none=True, linear=linear)
 
 
 @collective
@@ -112,17 +98,11 @@ def psum(
     >>> f(torch.tensor([1.0, 2.0]))
     tensor([3.])
     """
-    owner, axes = resolve_groups(axis_name, mesh, axis_index_groups, "fs.psum")
-    wires, to = (forward_dtype, backward_dtype), _result_state(axis_index_groups)
-
-    def leaf(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return require_number(value, "fs.psum") * owner.axis_size(axes)
-        x = value.to(torch.int64) if value.dtype == torch.bool else value
-        check_wire_dtypes("fs.psum", x.dtype, wires)
-        return Transfer(_all_reduce(owner, axes, "sum", block_shape(x), x.dtype, to, wires), x)
-
-    return CollectivePlan("fs.psum", leaf, _signature(axis_name, axis_index_groups, "sum"))
+    wires = forward_dtype, backward_dtype
+    return _plan(
+        "sum", "fs.psum", axis_name, axis_index_groups, wires, mesh, operator.mul,
+        lambda x: x.to(torch.int64) if x.dtype == torch.bool else x,
+    )  # fmt: skip
 
 
 @collective
@@ -161,18 +141,11 @@ def pmean(
     >>> f(torch.tensor([1, 2]))
     tensor([1.5000])
     """
-    owner, axes = resolve_groups(axis_name, mesh, axis_index_groups, "fs.pmean")
-    wires, to = (forward_dtype, backward_dtype), _result_state(axis_index_groups)
-
-    def leaf(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return require_number(value, "fs.pmean")
-        x = value if is_inexact(value) else value.to(torch.get_default_dtype())
-        check_wire_dtypes("fs.pmean", x.dtype, wires)
-        return Transfer(_all_reduce(owner, axes, "avg", block_shape(x), x.dtype, to, wires), x)
-
-    signature = _signature(axis_name, axis_index_groups, "sum", "avg")
-    return CollectivePlan("fs.pmean", leaf, signature)
+    wires = forward_dtype, backward_dtype
+    return _plan(
+        "avg", "fs.pmean", axis_name, axis_index_groups, wires, mesh,
+        converted=lambda x: x if is_inexact(x) else x.to(torch.get_default_dtype()),
+    )  # fmt: skip
 
 
 @collective
@@ -211,7 +184,7 @@ def pmax(
     tensor([2.])
     """
     wires = forward_dtype, backward_dtype
-    return _plan_extreme("max", "fs.pmax", axis_name, axis_index_groups, wires, mesh)
+    return _plan("max", "fs.pmax", axis_name, axis_index_groups, wires, mesh)
 
 
 @collective
@@ -250,24 +223,7 @@ def pmin(
     tensor([1.])
     """
     wires = forward_dtype, backward_dtype
-    return _plan_extreme("min", "fs.pmin", axis_name, axis_index_groups, wires, mesh)
-
-
-def _plan_extreme(
-    kind: str, name: str, axis_name: Axes, groups: Groups, wires: WireDtypes, mesh: Mesh | None
-) -> CollectivePlan:
-    owner, axes = resolve_groups(axis_name, mesh, groups, name)
-    to = _result_state(groups)
-
-    def leaf(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return require_number(value, name)
-        check_wire_dtypes(name, value.dtype, wires)
-        check_real(value, name)
-        prog = _all_reduce(owner, axes, kind, block_shape(value), value.dtype, to, wires)
-        return Transfer(prog, value)
-
-    return CollectivePlan(name, leaf, _signature(axis_name, groups, kind))
+    return _plan("min", "fs.pmin", axis_name, axis_index_groups, wires, mesh)
 
 
 @collective
@@ -307,20 +263,42 @@ def pprod(
     >>> f(torch.tensor([3.0, 2.0]))
     tensor([6.])
     """
-    owner, axes = resolve_groups(axis_name, mesh, axis_index_groups, "fs.pprod")
-    wires, to = (forward_dtype, backward_dtype), _result_state(axis_index_groups)
+    wires = forward_dtype, backward_dtype
+    return _plan("product", "fs.pprod", axis_name, axis_index_groups, wires, mesh, operator.pow)
+
+
+def _plan(
+    kind: str,
+    name: str,
+    axis_name: Axes,
+    groups: Groups,
+    wires: WireDtypes,
+    mesh: Mesh | None,
+    of_number: Callable[[Any, int], Any] = lambda number, _: number,
+    converted: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
+) -> CollectivePlan:
+    """Return the plan of a reduction of tensors, which are converted first, and of numbers."""
+    owner, axes = resolve_groups(axis_name, mesh, groups, name)
+    # Results of groups differ, and so do their cotangents: within a group they are summed.
+    to: ResultState = "invariant" if groups is None else "reduced"
 
     def leaf(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
-            return require_number(value, "fs.pprod") ** owner.axis_size(axes)
-        check_wire_dtypes("fs.pprod", value.dtype, wires)
-        if is_differentiated(value):
-            return gather_transfer(owner, axes, value, to, wires, product_of_rows(value, wires))
-        prog = _all_reduce(owner, axes, "product", block_shape(value), value.dtype, to, wires)
-        return Transfer(prog, value)
+            return of_number(require_number(value, name), owner.axis_size(axes))
+        x = converted(value)
+        check_wire_dtypes(name, x.dtype, wires)
+        if kind in ("max", "min"):
+            check_real(x, name)
+        if kind == "product" and is_differentiated(x):
+            return gather_transfer(owner, axes, x, to, wires, product_of_rows(x, wires))
+        return Transfer(_all_reduce(owner, axes, kind, block_shape(x), x.dtype, to, wires), x)
 
-    signature = _signature(axis_name, axis_index_groups, "product")
-    return CollectivePlan("fs.pprod", leaf, signature)
+    signature = TypeSignature(
+        as_axes(axis_name), None if groups is None else VARYING,
+        () if groups is not None else ("sum", "avg") if kind == "avg" else (kind,),
+        all_or_none=True, linear=kind in LINEAR,
+    )  # fmt: skip
+    return CollectivePlan(name, leaf, signature)
 
 
 @as_node
