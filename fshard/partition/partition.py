@@ -28,6 +28,7 @@ from fshard.layout.tree import (
 )
 from fshard.ops.core.cache_keys import freeze
 from fshard.ops.core.call import name_of
+from fshard.ops.core.registry import registry_version
 from fshard.ops.propagate.choice_hints import RoleHint
 from fshard.ops.trace.trace import TracedFunction, refuse_autocast
 from fshard.partition import arguments
@@ -208,7 +209,7 @@ class Partition:
         refuse_autocast(self.where)
         leaves, tensors = list[Any](), list[torch.Tensor]()
         state = self._traces.state(self._calls)
-        key: list[Any] = [torch.is_grad_enabled(), state]
+        key: list[Any] = [torch.is_grad_enabled(), registry_version(), state]
         # A list: a tuple of two arguments of which the second is a spec would be a pair.
         append_cache_key([[*args], kwargs], leaves, key, tensors)
         plan = self._recent.find(key, tensors) if runs else None
@@ -223,7 +224,7 @@ class Partition:
     ) -> tuple[list[Any], Plan]:
         """Return the leaves of a call's arguments, and its plan by a key of all it depends on."""
         leaves: list[Any] = []
-        key: list[Any] = [torch.is_grad_enabled(), state]
+        key: list[Any] = [torch.is_grad_enabled(), registry_version(), state]
         append_cache_key([[*args], kwargs], leaves, key)
         repeats = arguments.repeated_tensors(leaves)
         key += (repeats, arguments.tracked(leaves))

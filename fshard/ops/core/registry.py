@@ -41,7 +41,7 @@ class Row:
     @property
     def is_builtin(self) -> bool:
         """Return True for a rule of fshard itself, which a user's rule replaces."""
-        return self.module.startswith(_RULES)
+        return _is_builtin(self.generator)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +80,11 @@ _MAPPED: dict[Any, MappedStrategyOf] = {}
 _COUNT = [0]
 _RULES = "fshard.ops.rules"
 """Package whose modules register the built-in rules, imported at the first look-up."""
+
+
+def _is_builtin(registered: Any) -> bool:
+    """Return True for a generator or a decomposition of fshard itself."""
+    return str(getattr(registered, "__module__", "")).startswith(_RULES)
 
 
 def register_rule(*ops: Any) -> Callable[[Any], Any]:
@@ -135,7 +140,8 @@ def register_decomposition(*ops: Any) -> Callable[[G], G]:
     """Register a decomposition of operations into others, used if their rule would redistribute.
 
     A softmax over a sharded dim, say, becomes a maximum, a sum and a division, of which only the
-    small reduced tensors are communicated.
+    small reduced tensors are communicated. The last registration of an operation wins, over
+    built-in decompositions too.
 
     Args:
         *ops: Operations, as `fs.register_rule` takes them.
@@ -162,7 +168,10 @@ def register_decomposition(*ops: Any) -> Callable[[G], G]:
     def register(decomposition: G) -> G:
         for op in ops:
             for overload in overloads(op):
-                _DECOMPOSITIONS[overload] = decomposition
+                before = _DECOMPOSITIONS.get(overload)
+                if before is None or _is_builtin(before) or not _is_builtin(decomposition):
+                    _DECOMPOSITIONS[overload] = decomposition
+        _COUNT[0] += 1
         return decomposition
 
     return register
@@ -194,6 +203,7 @@ def has_other_forms(op: Any) -> bool:
 
 def registry_version() -> int:
     """Return the number of registrations so far, a part of cache keys."""
+    _load()
     return _COUNT[0]
 
 

@@ -97,26 +97,47 @@ def test_last_registration_wins_for_a_python_function() -> None:
     torch.testing.assert_close(fs.unshard(fs.apply(twice, pair)), torch.full((4, 2), 2.0))
 
 
+def test_registrations_change_later_calls_of_partitioned_functions() -> None:
+    pair, part = fs.shard(torch.ones(4, 2), MESH, P("x")), fs.partition(OP, mesh=MESH)
+    w = fs.shard(torch.ones(3, 2), MESH, P())
+    for unsharded, sends in (("kb", True), ("k", False)):
+        fs.register_rule(OP)(fs.rule("bd,kd->bd", unsharded=unsharded, linear=(0, 1)))
+        assert any(not prog.is_local for prog in part.trace(pair, w).programs) == sends
+    decomposed = []
+    fs.register_rule(OP)(fs.rule("bd,kd->bd", unsharded="kb", linear=(0, 1)))
+    for i in range(2):
+        fs.register_decomposition(OP)(lambda x, w, i=i: (decomposed.append(i), x * w.sum(0))[1])
+        part(pair, w)
+    assert set(decomposed) == {0, 1}
+
+
 def test_error_without_a_rule_names_register_rule() -> None:
     with pytest.raises(fs.ShardingError, match=r"fs\.register_rule"):
         fs.propagate(print, Spec(MESH, P(), shape=(2,)))
 
 
 def test_rule_of_a_builtin_operation_is_replaced_only_by_users() -> None:
-    """A user's rule also wins if it was registered before the built-in rules were loaded."""
+    """A user's rule also wins if it was registered before the built-in rules were loaded.
+
+    So does a decomposition.
+    """
     program = """
 import torch, fshard as fs
+fs.register_decomposition("logcumsumexp")(torch.cumsum)
 fs.register_rule(torch.ops.aten.relu.default)(fs.rule("bd->bd", unsharded="bd"))
 spec = fs.parse("f32[8@x,4]", fs.Mesh(x=2))
 print(fs.propagate(torch.relu, spec).rule)
 from fshard.ops.core.registry import rows
 print([row.op for row in rows().values() if not row.is_builtin])
+from fshard.ops.core.registry import decomposition_of
+print(decomposition_of(torch.ops.aten.logcumsumexp.default) is torch.cumsum)
 """
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", program],
         capture_output=True, text=True, check=True, timeout=100,
     )  # fmt: skip
-    rule, user_rows = done.stdout.splitlines()
+    rule, user_rows, is_replaced = done.stdout.splitlines()
+    assert is_replaced == "True"
     assert rule == "bd->bd  {b unsharded; d unsharded}"
     assert user_rows == "[<OpOverload(op='aten.relu', overload='default')>]"
 
