@@ -66,6 +66,13 @@ OTHER_NAMES = {
     "with_sharding_constraint": "fs.constrain(x, P('x'))",
 }
 """Name to a call of fshard that does the same."""
+NO_PROCESS_GROUP = "Default process group has not been initialized"
+"""Beginning of the error of `torch.distributed` in a simulation."""
+COLLECTIVES = (
+    "fs.psum(x, axis) in the place of torch.distributed.all_reduce(x), fs.axis_index(axis) of "
+    "get_rank(), in the body of a fs.shard_map"
+)
+"""Fix for calls of `torch.distributed` in functions that fshard runs."""
 PAIR_NAMES = {
     "addressable_shards": "pair.local",
     "device_mesh": "pair.mesh",

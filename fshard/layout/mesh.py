@@ -15,6 +15,7 @@ from fshard._torch.dynamo import graph_constant
 from fshard._util.errors import Problem, did_you_mean, fail, raise_if
 from fshard._util.hooks import Hook
 from fshard._util.notebook_view import NotebookView
+from fshard.layout.axis_sizes import AxisSizes
 from fshard.layout.mesh_groups import mesh_groups, rank_group, rank_positions, sorted_ranks
 
 Axes = str | Sequence[str]
@@ -472,7 +473,7 @@ def rebuild_mesh(*parts: Any) -> Mesh:
 
 @lru_cache(maxsize=256)
 def _shape(mesh: Mesh) -> Mapping[str, int]:
-    return MappingProxyType(dict(zip(mesh.axes, mesh.sizes, strict=True)))
+    return MappingProxyType(AxisSizes(zip(mesh.axes, mesh.sizes, strict=True)))
 
 
 def as_mesh(mesh: object, where: str) -> Mesh:

@@ -227,7 +227,9 @@ def _compare(name: str, pair: Sharded, other: object) -> Any:
     return NotImplemented
 
 
-def _attribute(pair: Sharded, name: str) -> NoReturn:
+def _attribute(pair: Sharded, name: str) -> str:
+    if name == "__qualname__":  # in the errors of torch.optim and nn.Module, by torch.typename
+        return "Sharded: parameters must be tensors, pair.local; fs.state.adamw updates pairs"
     if name.startswith("_") or not hasattr(torch.Tensor, name):
         refuse_attribute(pair, "Sharded pair", name, PAIR_NAMES)
     if hasattr(Spec, name):

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import partial
+from numbers import Number
 from operator import attrgetter
 from types import FunctionType, ModuleType
 from typing import Any, TypeVar, cast
@@ -306,6 +307,28 @@ def opaque_problem(value: Any, path: str) -> Problem | None:
         else "use_cache=False, which leaves it out"
         if kind.__module__ == "transformers.cache_utils"
         else "a dict of them: vars(...) of an object",
+    )
+
+
+def non_tensor_problem(
+    value: Any, spec: Any, path: str, text: str = "", fix: str = ""
+) -> Problem | None:
+    """Return the problem of a result that is not a tensor in an out spec, or None.
+
+    Args:
+        value: the result.
+        spec: its out spec, None where there is none.
+        path: its path in the tree of results.
+        text: the out spec in the error, by default its representation.
+        fix: another fix, after the first.
+    """
+    is_replicated = isinstance(spec, PartitionSpec) and not spec.axes
+    if spec is None or value is None or (is_replicated and isinstance(value, Number)):
+        return None
+    return Problem(
+        f"{path}: a {type(value).__name__} with the out spec {text or repr(spec)}",
+        "only tensors can be sharded, and only tensors and numbers have P()",
+        f"None, or P() for a number{fix}",
     )
 
 

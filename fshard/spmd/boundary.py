@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
-from numbers import Number
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.sharded import Sharded
 from fshard.layout.spec import Spec
-from fshard.layout.tree import flatten, map_leaves, opaque_problem, paths
+from fshard.layout.tree import flatten, map_leaves, non_tensor_problem, opaque_problem, paths
 from fshard.plan.redistribute import redistribute
 from fshard.program.program import Program
 from fshard.run.autograd.replicate import CotangentCheck, compare_values
@@ -402,19 +401,11 @@ def result_problems(result: Any, leaves: Sequence[Any]) -> list[Problem]:
 
 def check_non_tensors(where: str, results: Iterable[tuple[str, Any, Any]]) -> None:
     """Raise `ShardingError` for results other than tensors whose out spec is of a tensor."""
-    raise_if(
-        where,
-        [
-            Problem(
-                f"{path}: a {type(value).__name__} with the out spec {_describe(leaf)}",
-                "only tensors can be sharded, and only tensors and numbers have P()",
-                "None, or P() for a number; torch.tensor([value]) to concatenate the ranks' values",
-            )
-            for path, leaf, value in results
-            if leaf is not None and value is not None
-            if not isinstance(leaf, PartitionSpec) or leaf.axes or not isinstance(value, Number)
-        ],
+    fix = "; torch.tensor([value]) to concatenate the ranks' values"
+    problems = (
+        non_tensor_problem(value, leaf, path, _describe(leaf), fix) for path, leaf, value in results
     )
+    raise_if(where, [problem for problem in problems if problem is not None])
 
 
 def empty_results(scope: Scope, out_specs: Any, pairs: bool) -> Any:

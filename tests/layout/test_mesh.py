@@ -165,6 +165,8 @@ def test_mesh_is_frozen() -> None:
         mesh.axes = ("b",)
     with pytest.raises(TypeError):
         mesh.shape["a"] = 3
+    with pytest.raises(KeyError, match="fix:   use one of a"):
+        mesh.shape["b"]
 
 
 def test_mesh_without_axes() -> None:

@@ -261,6 +261,12 @@ def test_names_that_tensors_lack_are_unknown() -> None:
     assert not hasattr(PAIR, "__array_interface__")
 
 
+def test_optimizers_and_modules_name_what_updates_pairs() -> None:
+    for use in (torch.optim.SGD, lambda pairs: torch.nn.Module().register_parameter("w", *pairs)):
+        with pytest.raises(TypeError, match="Sharded: parameters must be tensors"):
+            use([PAIR])
+
+
 def test_errors_are_of_the_types_that_python_raises() -> None:
     assert issubclass(NotATensorError, fs.ShardingError | TypeError | AttributeError)
     assert list(PAIR) == [PAIR.local, PAIR.spec]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,6 +163,14 @@ def test_errors_name_the_argument_or_result() -> None:
         "  rule:  an axis must be one of dp, tp\n"
         "  fix:   use one of dp, tp"
     )
+    for result in (2, "a"):
+        part = fs.partition(lambda x, y=result: (x, y), mesh=MESH, out_specs=P("dp"))
+        assert error_of(part, x.T) == (
+            "fs.partition(<lambda>): out_specs\n"
+            f"  given: result 1: a {type(result).__name__} with the out spec P('dp')\n"
+            "  rule:  only tensors can be sharded, and only tensors and numbers have P()\n"
+            "  fix:   None, or P() for a number"
+        )
     pair = fs.shard(torch.ones(4), fs.Spec(Mesh(a=2), P("a"), shape=(4,)))
     assert error_of(fs.partition(lambda x: x, mesh=MESH), pair) == (
         "fs.partition(<lambda>)\n"
@@ -291,3 +300,17 @@ def test_collectives_in_a_traced_function_are_refused(collective: Any, requires_
     part = fs.partition(lambda x: collective(x * 2), mesh=Mesh(x=2))
     with pytest.raises(fs.ShardingError, match=r"of Mesh\(x=2\) in a function that is traced"):
         fs.simulate(Mesh(x=2), part, torch.ones(4, requires_grad=requires_grad))
+
+
+def test_collectives_of_torch_name_those_of_fshard() -> None:
+    def reduced(x: torch.Tensor) -> torch.Tensor:
+        torch.distributed.all_reduce(x.clone())
+        return x
+
+    x, fix = torch.ones(4), r"  fix:   fs.psum\(x, axis\) in the place of torch.distributed"
+    with pytest.raises(fs.ShardingError, match=fix):
+        fs.partition(reduced, mesh=MESH)(x)
+    body = fs.shard_map(reduced, mesh=MESH, in_specs=P("dp"), out_specs=P("dp"))
+    with pytest.raises(ValueError, match="process group") as error:
+        body(x)
+    assert any(re.search(fix, note) for note in error.value.__notes__)

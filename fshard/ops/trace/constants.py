@@ -37,10 +37,12 @@ SIZED_BY_VALUES: frozenset[Any] = frozenset(
         torch.bincount,
         Tensor.bincount,
         torch.nn.functional.one_hot,
+        torch.repeat_interleave,
     )
 )
 """Functions of results whose shapes depend on values of all operands."""
 _SELECTIONS = (torch.masked_select, Tensor.masked_select)
+_REPEATS = (torch.repeat_interleave, Tensor.repeat_interleave)
 _DETACH = torch.ops.aten.detach_.default
 _INDEXING = (Tensor.__getitem__, Tensor.__setitem__)
 
@@ -88,8 +90,9 @@ def with_known_sizes(
 ) -> tuple[Any, Sequence[Any], Any]:
     """Return a call of static shapes in the place of one whose shapes depend on constants.
 
-    `x[mask]` becomes `x[mask.nonzero(as_tuple=True)]`, and tensors among the sizes of `F.pad` ints.
-    A call whose shapes depend on an argument's values is returned as it is.
+    `x[mask]` becomes `x[mask.nonzero(as_tuple=True)]`, tensors among the sizes of `F.pad` ints, and
+    repeats of elements their indices. A call whose shapes depend on an argument's values is
+    returned as it is.
 
     Args:
         func: a function of PyTorch.
@@ -108,7 +111,23 @@ def with_known_sizes(
         return Tensor.__getitem__, (args[0].expand(shape), index), {}
     if func is torch.nn.functional.pad and len(args) > 1:
         return func, (args[0], _with_ints(args[1], evaluate), *args[2:]), kwargs
+    if func in _REPEATS and (selected := _selected_rows(*args, **kwargs, evaluate=evaluate)):
+        return torch.index_select, selected, {}
     return func, args, kwargs
+
+
+def _repeated(repeats: Tensor, size: int) -> Tensor:
+    return torch.repeat_interleave(repeats.expand(size))
+
+
+def _selected_rows(
+    x: Tensor, repeats: Any = None, dim: int | None = None, *,
+    evaluate: Callable[..., tuple[Any, ...]], **options: Any,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Return the arguments of the `index_select` that repeats elements, () of unknown repeats."""
+    rows, dim = (x.flatten(), 0) if dim is None else (x, dim)
+    known = isinstance(repeats, Tensor) and evaluate(_repeated, (repeats, rows.shape[dim]), {})
+    return (rows, dim, known[0]) if known else ()
 
 
 def _with_ints(arg: Any, evaluate: Callable[..., tuple[Any, ...]]) -> Any:

@@ -38,6 +38,7 @@ from fshard._torch.operators import torch_decomposition
 from fshard._torch.symbolic_numbers import Accepts, SymbolicNumbers
 from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import Problem, ShardingError, fail, raise_if
+from fshard._util.other_names import COLLECTIVES, NO_PROCESS_GROUP
 from fshard._util.text import one_line
 from fshard.layout.mesh import Axes, as_axes
 from fshard.layout.partition_spec import PartitionSpec
@@ -293,8 +294,10 @@ def _refuse(where: str, error: Exception) -> NoReturn:
              "dict(module.named_parameters()) of a module; torch.export.register_dataclass(cls) of "
              "a class")  # fmt: skip
     else:
+        is_collective = NO_PROCESS_GROUP in cause
         fail(place, cause, "the function is traced once on tensors of the global shapes",
-             "check that it runs on global tensors, and calls no numpy() on them")  # fmt: skip
+             COLLECTIVES if is_collective else "check that it runs on global tensors, and calls no "
+             "numpy() on them")  # fmt: skip
     fail(place, cause,
          "the function is traced once on tensors without values, of the global shapes",
          "torch.where instead of masks and branches on values, no .item(), "

@@ -10,6 +10,7 @@ from torch import fx
 from fshard._util.errors import Problem, ShardingError, raise_if
 from fshard.layout.mesh import Mesh
 from fshard.layout.spec import Spec
+from fshard.layout.tree import non_tensor_problem
 from fshard.ops.propagate.choice_hints import LayoutHint, RoleHint
 from fshard.partition import arguments
 from fshard.partition.arguments import CallSignature
@@ -108,6 +109,8 @@ def _redistribute_results(
     for index, (result, p) in enumerate(zip(results, requested, strict=True)):
         if not isinstance(result, TensorVersions):
             is_number = isinstance(result, Number)
+            problem = None if is_number else non_tensor_problem(result, p, f"result {index}")
+            problems += [] if problem is None else [problem]
             outputs.append(result.value if is_number else NonTensor(result))
             specs.append(None)
             grads.append(False)

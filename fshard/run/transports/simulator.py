@@ -31,6 +31,7 @@ from fshard._torch.memory import lazy_clone
 from fshard._torch.thread_state import ThreadSettings
 from fshard._util.errors import ShardingError, fail
 from fshard._util.hooks import Hook
+from fshard._util.other_names import COLLECTIVES, NO_PROCESS_GROUP
 from fshard.layout.mesh import Mesh, as_mesh
 from fshard.layout.sharded import Sharded
 from fshard.layout.tree import is_pair, map_leaves
@@ -193,6 +194,8 @@ class SimulatedWorld:
             rank_id, error = self.error
             if rank_id is not None:
                 error.add_note(f"on {rank_text(self.mesh, rank_id)} of a simulated {self.mesh}")
+                if NO_PROCESS_GROUP in str(error):
+                    error.add_note(f"  rule:  collectives must be fshard's\n  fix:   {COLLECTIVES}")
             try:
                 raise error
             finally:

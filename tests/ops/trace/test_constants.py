@@ -101,7 +101,14 @@ def repeated(x: Tensor) -> Tensor:
     return torch.func.grad(lambda x: (x[torch.ones(4, dtype=torch.bool)] ** 2).sum())(x)
 
 
-@pytest.mark.parametrize("fn", [negatives, constant_sizes, padded, repeated])
+def repeated_rows(x: Tensor) -> Tensor:
+    counts = torch.tensor([1, 2, 0, 3])
+    rows = x.repeat_interleave(counts, dim=0) + x[torch.repeat_interleave(counts)]
+    twice = x.repeat_interleave(torch.tensor(2), dim=-1).repeat_interleave(2)
+    return rows.square().sum() + torch.repeat_interleave(twice, torch.tensor([3]))
+
+
+@pytest.mark.parametrize("fn", [negatives, constant_sizes, padded, repeated, repeated_rows])
 def test_shapes_may_depend_on_constants(fn: Callable[[Tensor], Tensor]) -> None:
     x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
     part = fs.partition(fn, mesh=MESH, in_specs=P("dp"))
@@ -113,6 +120,8 @@ def test_shapes_may_depend_on_constants(fn: Callable[[Tensor], Tensor]) -> None:
 def test_masks_of_arguments_are_refused() -> None:
     with pytest.raises(fs.ShardingError, match="depends on a tensor's values"):
         fs.partition(lambda x: x[x > 0], mesh=MESH)(torch.ones(4))
+    with pytest.raises(fs.ShardingError, match="output_size=n"):
+        fs.partition(lambda x: x.repeat_interleave(x.long(), 0), mesh=MESH)(torch.ones(4))
 
 
 @pytest.mark.parametrize("fn", [euler, under_gradient])
