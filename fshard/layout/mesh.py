@@ -156,8 +156,7 @@ class Mesh(NotebookView):
         >>> fs.Mesh(dp=2, tp=4).axis_size(("dp", "tp"))
         8
         """
-        shape = _shape(self)
-        return math.prod(shape[axis] for axis in self.check_axes(axes, "Mesh.axis_size"))
+        return math.prod(map(_shape(self).__getitem__, self.check_axes(axes, "Mesh.axis_size")))
 
     def check_axes(self, axes: Axes, where: str) -> tuple[str, ...]:
         """Return `axes` as a tuple.
