@@ -1,6 +1,7 @@
 """Values that describe layouts: mesh, partition spec, spec, their text and pytrees.
 
 - `mesh`: `Mesh`, devices in a grid with named axes.
+- `axis_sizes`: its axes' sizes by name.
 - `mesh_groups`: its ranks in order, and groups along axes.
 - `partition_spec`: `PartitionSpec`, the mesh axes of each dim, and states along axes.
 - `spec`: `Spec`, the layout of a global tensor.
