@@ -1,9 +1,10 @@
 """Roll calls of processes through the store: whether all ranks have come to a place in their code.
 
-All ranks pass the places of a function's calls in one order. A rank that takes part in the roll
-call of a place adds itself to a counter, and waits. One that does not, writes the place to its key
-in the store, and goes on; so it does at the end of each call. A rank waits until all have come, or
-one has passed: the answer is the same on all ranks that come, however late they are.
+All ranks pass the places of a function's calls in one order. A rank that comes to a place writes
+it to its key in the store. If it takes part in the roll call, it adds itself to a counter, and
+waits until all have come, or one has passed or come to a place of another kind: the answer is the
+same on all ranks that come, however late they are. A rank that is at a collective that the others
+have yet to join will not come to their place any more: it has passed, too.
 """
 
 from __future__ import annotations
@@ -24,11 +25,15 @@ from fshard.run.transports.process_end import Listener, ProcessWatch
 from fshard.run.transports.torch_distributed import ProcessWorld
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
+PASSED = "passed"
+"""Kind of place of a rank that takes no part in its roll call."""
 PAUSE = 0.001
 """Seconds between reads of the counter."""
 READS = 1, 1, 2, 4, 8
 """Reads of the counter before each of the first reads of all ranks' keys."""
 LAST_READS = 16
+LAST = 1 << 31
+"""Number of a call's last place, which all others precede, however many a rank has taken."""
 KEPT_CALLS = 64
 """Roll calls whose counters stay in the store, for ranks that have yet to read them."""
 
@@ -58,12 +63,14 @@ class RollCalls:
         name: the name of the function.
     """
 
-    __slots__ = ("_calls", "_prefix", "_world", "mesh", "name", "place")
+    __slots__ = ("_calls", "_prefix", "_world", "collectives", "mesh", "name", "place")
 
     def __init__(self, mesh: Mesh, name: str) -> None:
         self.mesh, self.name = mesh, name
         self.place = 0
-        """Number of places so far."""
+        """Number of places since the last collective of all ranks."""
+        self.collectives = 0
+        """Number of these collectives."""
         world = None if is_simulated() else own_transport()
         self._world = world if isinstance(world, ProcessWorld) else None
         if self._world is not None:
@@ -73,53 +80,64 @@ class RollCalls:
             self._calls = by_prefix.setdefault(self._prefix, _Calls())
             self._calls.count += 1
 
-    def pass_by(self) -> None:
-        """Take no part in the roll call of the next place."""
-        self.place += 1
+    def join_collective(self, *, write: bool) -> None:
+        """Count a collective of all ranks; `write` lets those that wait for this rank go on."""
+        self.collectives, self.place = self.collectives + 1, 0
+        if write and self._world is not None:
+            self._write(self._calls.count)
+
+    def pass_by(self, *, last: bool = False) -> None:
+        """Take no part in the roll call of the next place, or of the last one."""
+        self.place = LAST if last else self.place + 1
         if self._world is not None:
-            self._write(self._calls.count, self.place)
+            self._write(self._calls.count)
 
     def end(self) -> None:
         """Take part in no roll call any more: the call of the function has ended."""
+        self.collectives = self.place = 0
         if self._world is not None:
-            self._write(self._calls.count + 1, 0)
+            self._write(self._calls.count + 1)
 
-    def have_all_come(self) -> bool:
+    def have_all_come(self, kind: str, *, last: bool = False) -> bool:
         """Return True if every rank takes part at the next place, the same on those that do.
+
+        Args:
+            kind: the kind of the place, a word.
+            last: True for the last place of the call.
 
         Raises:
             ShardingError: If a rank has ended, or has neither come nor passed within the timeout.
         """
-        self.place += 1
+        self.place = LAST if last else self.place + 1
         if self._world is None:
             return True
         calls, store = self._calls, self._world.listener.store
-        counter = f"{self._prefix}{calls.count} {self.place}"
+        counter = f"{self._prefix}{calls.count} {self.collectives} {self.place} {kind}"
+        self._write(calls.count, kind)
         try:
             count = store.add(counter, 1)
             if count == 1:
                 calls.opened.append(counter)
             if len(calls.opened) > KEPT_CALLS:
                 store.delete_key(calls.opened.popleft())
-            return count == self.mesh.size or self._wait(counter)
+            return count == self.mesh.size or self._wait(counter, kind)
         except RuntimeError:  # the store does not answer, or is that of the fake backend
             return False
 
-    def _write(self, call: int, place: int) -> None:
-        """Write that this process has passed a place; the write is sent, and not awaited."""
+    def _write(self, call: int, kind: str = PASSED) -> None:
+        """Write the place of this process in a call; the write is sent, and not awaited."""
         assert self._world is not None
+        text = f"{call} {self.collectives} {self.place} {kind}"
         with suppress(RuntimeError):
-            self._world.listener.store.set(
-                f"{self._prefix}{self._world.process_rank}", f"{call} {place}"
-            )
+            self._world.listener.store.set(f"{self._prefix}{self._world.process_rank}", text)
 
-    def _wait(self, counter: str) -> bool:
+    def _wait(self, counter: str, kind: str) -> bool:
         """Return True once a counter has counted all ranks, False once a rank has passed it."""
         assert self._world is not None
         listener = self._world.listener
         store, watch = listener.store, ProcessWatch(listener.store, listener.key)
         keys = [f"{self._prefix}{rank}" for rank in self.mesh.ranks]
-        own = self._calls.count, self.place
+        own = self._calls.count, self.collectives, self.place
         limit = (self._world.timeout or DEFAULT_TIMEOUT).total_seconds()
         end = time.monotonic() + limit
         for reads in itertools.chain(READS, itertools.repeat(LAST_READS)):
@@ -129,8 +147,9 @@ class RollCalls:
                     return True
                 time.sleep(PAUSE)
             gone = watch.ended(self.mesh.ranks)  # those may have passed before
-            written = [store.get(key) for key in keys if store.check([key])]
-            if any(tuple(map(int, text.split())) >= own for text in written):
+            written = [store.get(key).decode().split() for key in keys if store.check([key])]
+            places = [(tuple(map(int, numbers)), word) for *numbers, word in written]
+            if any(place > own or (place == own and word != kind) for place, word in places):
                 return bool(store.add(counter, 0) == self.mesh.size)
             if gone:
                 self._fail(f"the processes of ranks {list(gone)} have ended")

@@ -76,8 +76,8 @@ def _agree(
     that differ, and for graphs with other collectives on other ranks. An output or cotangent counts
     as varying where the other one varies.
     """
-    if not all_have_read(tracker):
-        return frozenset()
+    if not all_have_read(tracker, "gradient"):
+        return frozenset(tracker.read_states.axes("varying"))
 
     def axes_in(x: torch.Tensor | None, state: State) -> set[str]:
         items = () if x is None else tracker.states(x).items

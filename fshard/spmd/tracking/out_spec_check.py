@@ -67,6 +67,8 @@ def check_promises(
     axes: Sequence[str],
     promises: Sequence[Promise],
     others: Sequence[NonTensor] = (),
+    *,
+    last: bool = False,
 ) -> list[torch.Tensor]:
     """Return the tensors, cast to the states that their specs require along `axes`.
 
@@ -74,11 +76,11 @@ def check_promises(
 
     Raises `ShardingError` for types that contradict the specs, all at once. Values that must be
     equal, and results that are not tensors (`others`), are compared if the hosts of all ranks have
-    read varying values, and always with `check="values"`.
+    read varying values, and always with `check="values"`; `last` are the results of the body.
     """
     problems: list[Problem] = []
     outputs: list[torch.Tensor] = []
-    all_read = all_have_read(tracker)
+    all_read = all_have_read(tracker, "results", last=last)
     for promise in promises:
         x, states, required = promise.x, tracker.states(promise.x), states_of(promise.p)
         promise_problems = _type_problems(tracker, axes, promise, all_read)

@@ -18,19 +18,21 @@ from fshard.spmd.collectives.gather_scatter import all_gather
 from fshard.spmd.tracking.tracker import Tracker
 
 
-def all_have_read(tracker: Tracker) -> bool:
+def all_have_read(tracker: Tracker, kind: str, *, last: bool = False) -> bool:
     """Return True if every rank has read varying values, the same on those that have.
 
-    Every rank calls it at each comparison; ranks that have read make a roll call until all have.
-    If their first reads differ, their gradients are those without reads.
+    Every rank calls it at each comparison, of gradients, say, which is its `kind`; `last` is that
+    of the results. Ranks that have read make a roll call each time, as they may have branched. If
+    their first reads differ, their gradients are those without reads.
     """
     axes = tracker.read_states.axes("varying")
     if not axes or is_simulated():
-        tracker.roll_calls.pass_by()
+        tracker.roll_calls.pass_by(last=last)
         return bool(axes)
-    if not tracker.all_have_read:
-        tracker.all_have_read = tracker.roll_calls.have_all_come()
-        if not tracker.all_have_read:
+    come = tracker.roll_calls.have_all_come(kind, last=last)
+    if not tracker.reads_compared:
+        tracker.reads_compared = come
+        if not come:
             tracker.reads_agree = False
         else:
             with tracker.pause():
@@ -39,7 +41,8 @@ def all_have_read(tracker: Tracker) -> bool:
             tracker.reads_agree = len(set(digests)) == 1
     if not tracker.reads_agree:
         tracker.agreed.axes |= frozenset(axes)
-    return tracker.all_have_read
+    tracker.all_have_read = come
+    return come
 
 
 def gathered_digests(mesh: Mesh, text: str, name: str) -> list[int]:

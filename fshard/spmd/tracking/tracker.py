@@ -88,7 +88,7 @@ class Tracker:
         self.first_read = ""
         # Which ranks have read: see `read_agreement`.
         self.roll_calls = RollCalls(mesh, name)
-        self.all_have_read, self.reads_agree = False, True
+        self.all_have_read, self.reads_compared, self.reads_agree = False, False, True
         self.agreed = AgreedAxes()
         # Collectives so far whose varying results are equal on every rank, by axis.
         self.replicated_by: dict[str, str] = {}
@@ -293,6 +293,9 @@ class Tracker:
             leaf if joined is None else self._cast_for(plan, leaf, joined) for leaf, joined in rows
         ]
         moved = [None if stays else x for x, stays in zip(operands, unchanged, strict=True)]
+        is_of_all = set(plan.signature.axes) == set(self.mesh.axes)
+        if is_of_all and not plan.signature.cast_to and "axis_index_groups" not in plan.arguments:
+            self.roll_calls.join_collective(write=bool(self.read_states.items))
         with self.pause():
             finish = launch(plan, unflatten(treedef, moved), ahead)
 
@@ -404,7 +407,8 @@ class Tracker:
         if axes and not set(axes) <= set(self.read_states.axes("varying")):
             if not self.read_states.items:
                 self.num_outside_at_read = len(self._outside)
-                self.first_read = f"{self.roll_calls.place} {op}{user_line(None, None)}"
+                place = f"{self.roll_calls.collectives} {self.roll_calls.place}"
+                self.first_read = f"{place} {op}{user_line(None, None)}"
             read_axes = {*self.read_states.axes("varying"), *axes}
             self.read_states = States.of(dict.fromkeys(read_axes, CONTROL_DEPENDENT))
         if axes and len(self.read_sites) < 3:

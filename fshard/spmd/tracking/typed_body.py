@@ -139,10 +139,11 @@ def check_result_types(
         if partition is None:
             return tuple(ys)  # the reader of results refuses it
         promises.append(Promise(path, y, partition))
-    results = tuple(check_promises(tracker, _mapped(scope), promises, others))
+    last = not is_inner(scope)
+    results = tuple(check_promises(tracker, _mapped(scope), promises, others, last=last))
     # A simulation compares the gradients themselves.
     may_differ = tracker.all_have_read and torch.is_grad_enabled()
-    if may_differ and not is_inner(scope):
+    if may_differ and last:
         return _guarded(tracker, results)
     return results
 

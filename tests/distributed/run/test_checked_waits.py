@@ -57,14 +57,19 @@ def answers_of_roll_calls(mesh: Mesh) -> list[tuple[bool, bool]]:
     common, own, pairs = random.Random(0), random.Random(rank), []
     for _ in range(60):
         calls = RollCalls(mesh, "f")
-        for _ in range(common.randrange(4)):
-            takes_part = [common.random() < 0.8 for _ in range(mesh.size)]
+        places = common.randrange(4)
+        for place in range(places):
+            takes_part = [common.random() < 0.9 for _ in range(mesh.size)]
+            kinds = [common.choice("aaaaaaab") for _ in range(mesh.size)]
+            right, last = all(takes_part) and len({*kinds}) == 1, place == places - 1
             if own.random() < 0.1:
                 time.sleep(own.random() * 0.02)
             if takes_part[rank]:
-                pairs.append((calls.have_all_come(), all(takes_part)))
-            else:
-                calls.pass_by()
+                pairs.append((calls.have_all_come(kinds[rank], last=last), right))
+            elif last:
+                calls.pass_by(last=True)
+            if not last:  # of a rank that is there already, the others do not wait to come
+                calls.join_collective(write=True)
         calls.end()
     return pairs
 

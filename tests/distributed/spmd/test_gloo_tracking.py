@@ -170,6 +170,36 @@ def test_a_rank_waits_until_the_timeout_and_not_for_one_that_raises() -> None:
     assert (other[0], first[1], other[1]) == ("", "", "3")
 
 
+def results_of_own_gradients(mesh: Mesh) -> list[list[float]]:
+    """Return results of bodies in which ranks take other numbers of gradients after a read."""
+    fs.init(mesh, timeout=20)
+
+    def descended(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(int(x.detach()[0])):
+            x = x - torch.autograd.grad((x * x).sum(), x)[0] / 4
+        return x
+
+    def summed(x: torch.Tensor) -> torch.Tensor:
+        return fs.psum(descended(x), "x")
+
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        (g,) = torch.autograd.grad((x * x).sum(), x)  # of all that have read
+        return fs.psum(descended(x) * (float(g.sum()) > 0), "x")
+
+    rows = []
+    for body, out in (descended, P("x")), (summed, P()), (twice, P()):
+        x = torch.arange(1.0, 5.0, requires_grad=True)
+        y = fs.shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=out)(x)
+        rows.append(y.tolist())
+    return rows
+
+
+def test_ranks_that_have_read_may_take_gradients_alone() -> None:
+    sums = [0.5 + 0.375, 1.0 + 0.5]
+    for rows in run_ranks(2, results_of_own_gradients, Mesh(x=2)):
+        assert rows == [[0.5, 1.0, 0.375, 0.5], sums, sums]
+
+
 def branch_errors(mesh: Mesh) -> list[str]:
     fs.init(mesh, timeout=20)
     if os.environ["RANK"] == "0":  # a call by one rank alone, which fs.init forgets
