@@ -20,13 +20,13 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
 }
 COLUMNS = (
-    r"\b(q|k|v|up|gate|qkv|gate_up|query|key|value)_proj\.|\b(query|key|value|ffn|fc1|fc_in|wi|lin1|"
-    r"q_lin|k_lin|v_lin)\.|intermediate\.dense\.|\.SelfAttention\.[qkv]\.|EncDecAttention\.[qkv]\."
-    r"|Wqkv|dense_h_to_4h|c_fc"
+    r"\b(q|k|v|up|gate|qkv|gate_up|query|key|value)_proj\.|\b(query|key|value|fc1|fc_in|wi|lin1|"
+    r"[qkv]_lin|[qkv]_head|linear_1)\.|\bffn\.(0\.)?(weight|bias)|intermediate\.dense\."
+    r"|\.SelfAttention\.[qkv]\.|EncDecAttention\.[qkv]\.|Wqkv|dense_h_to_4h|c_fc"
 )
 ROWS = (
-    r"\b(o|down|out)_proj\.weight|output\.dense\.weight|\b(fc2|wo|lin2|out_lin|o|fc_out|dense_4h_to_h|"
-    r"dense)\.weight|ffn_output\.weight"
+    r"\b(o|down|out|post)_proj\.weight|output\.dense\.weight|\b(fc2|wo|lin2|out_lin|o|fc_out|linear_2|"
+    r"dense_4h_to_h|dense)\.weight|ffn_output\.weight|\bffn\.2\.weight"
 )
 GROUPED = {"num_key_value_heads": 2, "head_dim": 4}
 
@@ -174,7 +174,12 @@ for name, kind, config in (
     (
         "mobilebert",
         "MobileBertForMaskedLM",
-        {"embedding_size": 16, "true_hidden_size": 16, "intra_bottleneck_size": 16},
+        {
+            "embedding_size": 16,
+            "true_hidden_size": 16,
+            "intra_bottleneck_size": 16,
+            "rows": r"output\.dense\.weight",
+        },
     ),
     (
         "nystromformer",
@@ -192,6 +197,8 @@ for name, kind, config in (
             "d_inner": 32,
             "block_sizes": [1, 1],
             "num_hidden_layers": None,
+            "columns": rf"{COLUMNS}|\br_[rsw]_bias",
+            "rows": rf"{ROWS}|\br_kernel|\bseg_embed",
         },
     ),
     (
