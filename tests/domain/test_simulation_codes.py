@@ -72,6 +72,20 @@ def weno(u: torch.Tensor) -> torch.Tensor:
     return u - 0.1 * (flux - torch.roll(flux, 1, 0))
 
 
+def navier_stokes(vorticity: torch.Tensor) -> torch.Tensor:
+    """Return a periodic vorticity after a pseudo-spectral step, dealiased by the 2/3 rule."""
+    n, m = vorticity.shape
+    ky = torch.fft.fftfreq(n, 1 / n, dtype=F64)[:, None]
+    kx = torch.fft.rfftfreq(m, 1 / m, dtype=F64)
+    square = kx**2 + ky**2
+    spectrum = torch.fft.rfft2(vorticity)
+    stream = spectrum / square.clamp(min=1)
+    waves = (1j * ky * stream, -1j * kx * stream, 1j * kx * spectrum, 1j * ky * spectrum)
+    u, v, along, across = (torch.fft.irfft2(wave, s=(n, m)) for wave in waves)
+    flux = torch.fft.rfft2(u * along + v * across) * ((kx < m / 3) & (ky.abs() < n / 3))
+    return torch.fft.irfft2((spectrum - 0.01 * flux) / (1 + 1e-4 * square), s=(n, m))
+
+
 DIRECTIONS = ((0, 0), (1, 0), (0, 1), (-1, 0), (0, -1), (1, 1), (-1, 1), (-1, -1), (1, -1))
 
 
@@ -156,6 +170,10 @@ CASES: dict[str, Case] = {
     ),
     "diffusion": (diffusion, GRID, [rand(7, 6, 5)], [(P("x", "y"), {0: (5, 2), 1: (1, 5)})], None),
     "WENO": (weno, LINE, [rand(11, 3)], [(P("h"), {0: (5, 2, 4)})], {"halo_exchange"}),
+    "Navier-Stokes": (
+        navier_stokes, GRID, [rand(9, 8)], [(P("x", "y"), {0: (7, 2), 1: (3, 5)})],
+        {"all_to_all", "exchange"},
+    ),
     "lattice Boltzmann": (
         lattice_boltzmann, GRID, [1 + 0.1 * rand(9, 7, 6)],
         [(P(None, "x", "y"), {1: (5, 2), 2: (2, 4)})], {"halo_exchange"},

@@ -37,7 +37,7 @@ from fshard.program.cost.topology import Topology
 from fshard.program.cost.traffic import max_local_nbytes
 
 MAX_ALTERNATIVES = 6
-MAX_PREFERENCES = 6
+MAX_PREFERENCES = 7
 """Number of sets of roles that an axis prefers one to the other."""
 RELATIVE_TOLERANCE = 0.999
 """Strategies that could be faster by less than a thousandth are not looked for."""
@@ -255,14 +255,16 @@ def _preferences(
 
     Operands `held` keep their states. So do those `kept`, unless others are sharded too; else the
     results stay sharded along the dims that they then were, as the product of two sharded dims;
-    else one of the operands is sharded. With a set comes True if its shards may be uneven.
+    else one of the operands is sharded, evenly or not. With a set comes True if its shards may be
+    uneven.
     """
     sharded = frozenset(i for i, state in enumerate(states) if state.name == "sharded")
     stay = tuple(r for r in roles if all(r.operands[i] == states[i] for i in held))
     works = tuple(r for r in roles if any(r.operands[i].name == "sharded" for i in sharded))
     sets = [(stay, False)]
     if kept:
-        sets = [(tuple(r for r in stay if r in works), False), *sets, (works, False)]
+        both = tuple(r for r in stay if r in works)
+        sets = [(both, False), (both, True), *sets, (works, False)]
     if kept == sharded:
         exact = tuple(r for r in stay if all(r.operands[i] == states[i] for i in kept))
         dims = {dim for role in exact for dim in role.sharded_dims}

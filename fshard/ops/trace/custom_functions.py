@@ -363,7 +363,7 @@ def _gradients_by_use(
         zeros = [torch.zeros_like(x) if materialized and isinstance(x, Tensor) else None
                  for x in outputs]  # fmt: skip
         given = [cotangents[at] if at in used else x for at, x in enumerate(zeros)]
-        context = type(cls.__name__, (type(ctx),), {"saved_tensors": _SAVED})()
+        context = type(cls.__name__, (type(ctx),), dict.fromkeys(SAVED_NAMES, _SAVED))()
         vars(context).update(vars(ctx), _fshard_saved=saved)
         context.needs_input_grad = ctx.needs_input_grad
         try:
@@ -406,6 +406,8 @@ def _running_backward(cls: type, where: str) -> Iterator[None]:
 _ONCE = once_differentiable(lambda ctx: None).__code__
 _SAVED = property(lambda context: context._fshard_saved)
 """Saved tensors of a context; a class that had them itself would be a reference cycle."""
+SAVED_NAMES = ("saved_tensors", "saved_variables")
+"""Names of the saved tensors of a context; the second one is deprecated."""
 
 
 def _like(x: Tensor, gradient: Tensor) -> Tensor:

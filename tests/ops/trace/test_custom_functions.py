@@ -57,6 +57,26 @@ def test_backward_of_custom_functions_equals_one_device(
         values, weight = (torch.stack(grads).sin(), torch.stack(expected).sin()), torch.tensor(1.0)
 
 
+class SquareOfOldCode(torch.autograd.Function):
+    """Square that reads what it saved by the name of PyTorch before 0.4."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return 2 * ctx.saved_variables[0] * grads[0]
+
+
+@pytest.mark.filterwarnings("ignore:'saved_variables' is deprecated")
+def test_saved_variables_are_the_saved_tensors() -> None:
+    x, square = sample(), SquareOfOldCode.apply
+    values = fs.partition(lambda x: square(x), mesh=MESH, in_specs=P("dp"))(x), square(x)
+    torch.testing.assert_close(*[torch.autograd.grad(y.sum(), x) for y in values])
+
+
 @pytest.mark.parametrize("requires_grad", [(True, False), (False, True), (False, False)])
 def test_gradients_that_are_not_requested_are_not_planned(requires_grad: tuple[bool, bool]) -> None:
     x, w = (sample().detach().requires_grad_(needs) for needs in requires_grad)

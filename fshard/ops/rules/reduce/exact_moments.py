@@ -186,8 +186,20 @@ class _WeightedMoments(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weights, _ = inputs
+        x, weights, ctx.dims = inputs
         ctx.save_for_backward(x, weights, output)
+        ctx.save_for_forward(x, weights, output)
+
+    @staticmethod
+    def jvp(ctx: Any, of_x: Tensor | None, of_weights: Tensor | None, _: None) -> Tensor:
+        x, weights, moments = ctx.saved_tensors
+        total, mean, variance = moments.unbind()
+        distance = x.double() - mean
+        a, b = (torch.zeros_like(distance) if t is None else t.double() for t in (of_x, of_weights))
+        moved = weights.double() * a
+        terms = b, b * distance + moved, b * (distance * distance - variance) + 2 * moved * distance
+        of_total, of_mean, of_variance = (term.sum(ctx.dims, True) for term in terms)
+        return torch.stack([of_total, of_mean / total, of_variance / total])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:

@@ -54,6 +54,7 @@ def test_gradients_equal_one_device(names: Any) -> None:
     x, weights = torch.rand(4, 3, dtype=torch.float64, generator=generator).split((2, 1), 1)
     x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
     assert torch.autograd.gradgradcheck(step, (x, weights))
+    assert torch.autograd.gradcheck(step, (x, weights), check_forward_ad=True)
     mesh, specs = Mesh(x=2, y=2), (P(*names), P(names[0]))
     one = step(x, weights)
     part = fs.partition(step, mesh=mesh, in_specs=specs, out_specs=P())(x, weights)
