@@ -12,15 +12,28 @@ from typing import Any
 
 import torch.nn.functional as F
 
+from fshard._util.errors import Problem, raise_if
+from fshard.domain.window_arguments import channel_problems, window_problems, word_problems
 from fshard.partition.apply import on_pairs
 
 Ints = int | Sequence[int]
 """One int for all spatial dims, or one for each."""
 
 
-def _run(name: str, *args: Any, **kwargs: Any) -> Any:
-    """Run a function of `torch.nn.functional` on pairs, in the layouts that they have."""
-    return on_pairs(getattr(F, name), mode="auto")(*args, **kwargs)
+Problems = Callable[[], list[Problem]]
+
+
+def _run(name: str, problems: Problems, *args: Any, **kwargs: Any) -> Any:
+    """Run a function of `torch.nn.functional` on pairs, in the layouts that they have.
+
+    A call that is refused names the `problems` of its arguments.
+    """
+    try:
+        return on_pairs(getattr(F, name), mode="auto")(*args, **kwargs)
+    except Exception as error:  # noqa: BLE001 - it is raised again
+        refusal = error
+    raise_if(f"fs.domain.{name}", list(dict.fromkeys(problems())))
+    raise refusal
 
 
 def _listed(values: Any) -> Any:
@@ -74,7 +87,9 @@ def _convolution(n: int) -> Callable[..., Any]:
         dilation: Ints = 1, groups: int = 1,
     ) -> Any:  # fmt: skip
         sizes = map(_listed, (stride, padding, dilation))
-        return _run(f"conv{n}d", input, weight, bias, *sizes, groups)
+        problems = lambda: channel_problems(input, weight, n, groups, False) or window_problems(  # noqa: E731
+            input, n, weight.shape[2:], stride, padding, dilation)  # fmt: skip
+        return _run(f"conv{n}d", problems, input, weight, bias, *sizes, groups)
 
     return _named(conv, f"conv{n}d", n, CONVOLUTION)
 
@@ -118,7 +133,9 @@ def _transposed(n: int) -> Callable[..., Any]:
         output_padding: Ints = 0, groups: int = 1, dilation: Ints = 1,
     ) -> Any:  # fmt: skip
         sizes = map(_listed, (stride, padding, output_padding))
-        return _run(f"conv_transpose{n}d", input, weight, bias, *sizes, groups, _listed(dilation))
+        problems = lambda: channel_problems(input, weight, n, groups, True)  # noqa: E731
+        return _run(f"conv_transpose{n}d", problems, input, weight, bias, *sizes, groups,
+                    _listed(dilation))  # fmt: skip
 
     return _named(conv, f"conv_transpose{n}d", n, TRANSPOSED)
 
@@ -162,7 +179,8 @@ def _average(n: int) -> Callable[..., Any]:
         input: Any, kernel_size: Ints, stride: Ints | None = None, padding: Ints = 0,
         ceil_mode: bool = False, count_include_pad: bool = True, **divisor: int,
     ) -> Any:  # fmt: skip
-        return _run(f"avg_pool{n}d", input, kernel_size, stride, padding, ceil_mode,
+        problems = lambda: window_problems(input, n, kernel_size, stride, padding, pools=True)  # noqa: E731
+        return _run(f"avg_pool{n}d", problems, input, kernel_size, stride, padding, ceil_mode,
                     count_include_pad, **divisor)  # fmt: skip
 
     return _named(pool, f"avg_pool{n}d", n, AVERAGE)
@@ -204,7 +222,9 @@ def _maximum(n: int) -> Callable[..., Any]:
         input: Any, kernel_size: Ints, stride: Ints | None = None, padding: Ints = 0,
         dilation: Ints = 1, ceil_mode: bool = False, return_indices: bool = False,
     ) -> Any:  # fmt: skip
-        return _run(f"max_pool{n}d", input, kernel_size, stride, padding, dilation,
+        problems = lambda: window_problems(input, n, kernel_size, stride, padding, dilation,  # noqa: E731
+                                           pools=True)  # fmt: skip
+        return _run(f"max_pool{n}d", problems, input, kernel_size, stride, padding, dilation,
                     ceil_mode=ceil_mode, return_indices=return_indices)  # fmt: skip
 
     return _named(pool, f"max_pool{n}d", n, MAXIMUM)
@@ -238,7 +258,7 @@ ADAPTIVE_AVERAGE = """
 
 def _adaptive_average(n: int) -> Callable[..., Any]:
     def pool(input: Any, output_size: int | Sequence[int | None]) -> Any:
-        return _run(f"adaptive_avg_pool{n}d", input, output_size)
+        return _run(f"adaptive_avg_pool{n}d", list, input, output_size)
 
     return _named(pool, f"adaptive_avg_pool{n}d", n, ADAPTIVE_AVERAGE)
 
@@ -271,7 +291,9 @@ ADAPTIVE_MAXIMUM = """
 
 def _adaptive_maximum(n: int) -> Callable[..., Any]:
     def pool(input: Any, output_size: Ints, return_indices: bool = False) -> Any:
-        return _run(f"adaptive_max_pool{n}d", input, output_size, return_indices=return_indices)
+        return _run(
+            f"adaptive_max_pool{n}d", list, input, output_size, return_indices=return_indices
+        )
 
     return _named(pool, f"adaptive_max_pool{n}d", n, ADAPTIVE_MAXIMUM)
 
@@ -280,6 +302,12 @@ adaptive_max_pool1d, adaptive_max_pool2d, adaptive_max_pool3d = map(_adaptive_ma
 
 
 # -- other operations -----------------------------------------------------------------------------
+
+
+INTERPOLATIONS = (
+    "nearest", "nearest-exact", "linear", "bilinear", "bicubic", "trilinear", "area",
+)  # fmt: skip
+PADDINGS = ("constant", "reflect", "replicate", "circular")
 
 
 def interpolate(
@@ -317,7 +345,8 @@ def interpolate(
     >>> y.spec, torch.allclose(fs.unshard(y), full, atol=1e-5)
     (f32[1,2,12@h,12], True)
     """
-    return _run("interpolate", input, size, scale_factor, mode, align_corners,
+    problems = lambda: word_problems(INTERPOLATIONS, mode=mode)  # noqa: E731
+    return _run("interpolate", problems, input, size, scale_factor, mode, align_corners,
                 recompute_scale_factor, antialias)  # fmt: skip
 
 
@@ -344,7 +373,8 @@ def pad(input: Any, pad: Sequence[int], mode: str = "constant", value: float | N
     >>> y.spec, y.local[0][0, 0]
     (f32[1,1,11@h:chunk], tensor([6., 7., 0., 1., 2., 3.]))
     """
-    return _run("pad", input, pad, mode, value)
+    problems = lambda: word_problems(PADDINGS, mode=mode)  # noqa: E731
+    return _run("pad", problems, input, pad, mode, value)
 
 
 def unfold(
@@ -374,7 +404,8 @@ def unfold(
     >>> y.spec, torch.equal(fs.unshard(y), torch.nn.functional.unfold(x, 3, padding=1))
     (f32[1,18,32@h], True)
     """
-    return _run("unfold", input, kernel_size, dilation, padding, stride)
+    problems = lambda: window_problems(input, 2, kernel_size, stride, padding, dilation)  # noqa: E731
+    return _run("unfold", problems, input, kernel_size, dilation, padding, stride)
 
 
 def fold(
@@ -408,4 +439,4 @@ def fold(
     >>> y.spec, torch.allclose(fs.unshard(y), full, atol=1e-5)
     (f32[1,2,8@h,4], True)
     """
-    return _run("fold", input, output_size, kernel_size, dilation, padding, stride)
+    return _run("fold", list, input, output_size, kernel_size, dilation, padding, stride)

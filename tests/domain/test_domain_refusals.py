@@ -17,6 +17,9 @@ SUMS = fs.Sharded((torch.ones(4, 2),) * 2, Spec(MESH, P(unreduced={"x"}), shape=
 KEYS = fs.shard(torch.ones(1, 4, 2), MESH, P(None, "x"))
 IMAGE, WEIGHT = fs.shard(torch.ones(1, 2, 8, 8), MESH, P(None, None, "x")), torch.ones(6, 2, 3, 3)
 conv: Any = fs.domain.conv2d
+transposed: Any = fs.domain.conv_transpose2d
+pool: Any = fs.domain.max_pool2d
+interpolate: Any = fs.domain.interpolate
 halo: Any = fs.domain.halo_exchange
 attention: Any = fs.domain.scaled_dot_product_attention
 plan: Any = fs.domain.window_plan
@@ -54,7 +57,13 @@ CALLS: dict[str, tuple[Any, str]] = {
     "dropout text": (lambda: attention(KEYS, KEYS, KEYS, dropout_p="a"), r"must be in 0\.\.1"),
     "scale": (lambda: attention(KEYS, KEYS, KEYS, scale="a"), "scale must be a number or None"),
     "no key": (lambda: attention(KEYS, None, KEYS), "key must be a pair or a tensor"),
-    "stride": (lambda: conv(IMAGE, WEIGHT, stride=0), "division or modulo by zero"),
+    "stride": (lambda: conv(IMAGE, WEIGHT, stride=0), "stride must be an int of at least 1"),
+    "channels": (lambda: conv(IMAGE, WEIGHT, groups=2), r"shape \(out, in / groups"),
+    "kernel": (lambda: conv(IMAGE, torch.ones(6, 2, 9, 3)), "longer than the padded dim of 8"),
+    "pool padding": (lambda: pool(IMAGE, 2, padding=2), "at most half of a window"),
+    "pool kernel": (lambda: pool(IMAGE, 0), "kernel_size must be an int of at least 1"),
+    "output padding": (lambda: transposed(IMAGE, WEIGHT[:2], output_padding=1), "must be less"),
+    "mode": (lambda: interpolate(IMAGE, 4, mode="cubic"), "mode must be one of nearest"),
     "strides": (lambda: conv(IMAGE, WEIGHT, stride=(1, 1, 1)), "at least 1, or 2 of them"),
     "padding": (lambda: conv(IMAGE, WEIGHT, padding=-1), "padding must be an int of at least 0"),
     "dilation": (lambda: conv(IMAGE, WEIGHT, dilation=0), "dilation must be an int of at least 1"),

@@ -73,7 +73,7 @@ class SquareOfOldCode(torch.autograd.Function):
 @pytest.mark.filterwarnings("ignore:'saved_variables' is deprecated")
 def test_saved_variables_are_the_saved_tensors() -> None:
     x, square = sample(), SquareOfOldCode.apply
-    values = fs.partition(lambda x: square(x), mesh=MESH, in_specs=P("dp"))(x), square(x)
+    values = fs.partition(square, mesh=MESH, in_specs=P("dp"))(x), square(x)
     torch.testing.assert_close(*[torch.autograd.grad(y.sum(), x) for y in values])
 
 

@@ -31,6 +31,7 @@ from fshard.ops.rules.window.window_dims import (
     Span,
     SpatialFactors,
     Windows,
+    number_problems,
     padded,
     reads_nothing,
     spans,
@@ -256,14 +257,19 @@ class _LocalWindows(StaticRewrite):
 
 def _check(call: OpCall) -> None:
     """Raise for arguments that PyTorch refuses on devices alone, not in the shapes of results."""
-    x, weight, problems = call.operands[0], call.operands[1], list[Problem]()
-    n, bias = weight.ndim - 2, call.operand_index("bias")
-    for name, least in (("stride", 1), ("padding", 0), ("dilation", 1)):
-        values = call.get(name) if call.has(name) else least
-        listed = values if isinstance(values, list | tuple) else [values]
-        if not isinstance(values, str) and (len(listed) not in (1, n) or min(listed) < least):
-            problems.append(Problem(f"{name}={values!r}", f"{name} must be an int of at least "
-                                    f"{least}, or {n} of them", f"{name}={least}"))  # fmt: skip
+    x, weight, bias = call.operands[0], call.operands[1], call.operand_index("bias")
+    least = {"stride": 1, "padding": 0, "dilation": 1}
+    values = {name: (call.get(name), k) for name, k in least.items() if call.has(name)}
+    numbers = {name: row for name, row in values.items() if not isinstance(row[0], str)}
+    problems = number_problems(weight.ndim - 2, **numbers)
+    if call.has("output_padding") and not problems:
+        for dim in range(weight.ndim - 2):
+            words = ("output_padding", 0), ("stride", 1), ("dilation", 1)
+            pad, *steps = (spatial_value(call, name, dim, default) for name, default in words)
+            if pad and pad >= max(steps):
+                problems.append(Problem(f"output_padding={pad}, stride={steps[0]}",
+                                        "output_padding must be less than stride or dilation",
+                                        f"output_padding={max(steps) - 1}"))  # fmt: skip
     if x.dtype != weight.dtype:
         problems.append(Problem(f"input of {x.dtype}, weight of {weight.dtype}",
                                 "both must have one dtype", f"weight.to({x.dtype})"))  # fmt: skip

@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard._util.cache import CACHE_SIZE
+from fshard._util.errors import Problem
 from fshard.layout.spec import Spec
+from fshard.layout.validation import as_ints
 from fshard.ops.core.call import Meta, OpCall, base_name
 from fshard.ops.core.rule import Dims, Mode, Rule
 from fshard.ops.core.windows import Reach, Window
@@ -28,6 +30,18 @@ def spatial_value(call: OpCall, name: str, dim: int, default: Any) -> Any:
     if isinstance(values, list | tuple):
         values = values[dim if len(values) > 1 else 0] if values else default
     return default if values is None else values
+
+
+def number_problems(n: int, **numbers: tuple[Any, int]) -> list[Problem]:
+    """Return the problems of arguments for `n` spatial dims, given as their value and the least."""
+    several = f", or {n} of them" if n > 1 else ""
+    problems = []
+    for name, (value, least) in numbers.items():
+        listed = as_ints(value if isinstance(value, list | tuple) else (value,))
+        if not listed or len(listed) not in (1, n) or min(listed) < least:
+            rule = f"{name} must be an int of at least {least}{several}"
+            problems.append(Problem(f"{name}={value!r}", rule, f"{name}={least}"))
+    return problems
 
 
 @dataclass(frozen=True, slots=True)
