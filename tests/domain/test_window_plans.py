@@ -182,5 +182,5 @@ def test_arguments_that_do_not_fit_are_refused(options: dict[str, Any], message:
 
 def test_kernel_larger_than_the_padded_input_is_refused() -> None:
     x = fs.shard(torch.ones(1, 1, 4), Mesh(h=2), P(None, None, "h"))
-    with pytest.raises(ShardingError, match="Kernel size can't be greater than actual input size"):
+    with pytest.raises(ShardingError, match="must not be longer than the padded dim of 4"):
         fs.domain.conv1d(x, torch.ones(1, 1, 7))

@@ -11,15 +11,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
 from fshard.ops.core.call import fill_call
 from fshard.ops.propagate.propagate import strategy_for
+from fshard.ops.strategy.strategy import Strategy
 from fshard.partition import ir
 from fshard.partition.assignment.tensor_versions import Assignment, TensorVersions
-from fshard.partition.ir import Factory, Line, Ref
+from fshard.partition.ir import Factory, Line, Redistribution, Ref
+from fshard.plan.redistribute import redistribute
 from fshard.program.cost.topology import Topology
 
-MAX_CREATING_LINES = 16
+MAX_CREATING_LINES = 48
 """Lines that may create one tensor anew; one of more lines is redistributed."""
 
 
@@ -28,14 +31,23 @@ class CreatedByFactory:
     """Result of an operation without operands."""
 
     line: Factory
-    size: int = 1
+
+    @property
+    def values(self) -> frozenset[int]:
+        """The value of the line."""
+        return frozenset((self.line.out,))
 
     def create(self, assignment: Assignment, spec: Spec) -> int | None:
-        """Add the line that creates the layout; return its value, None if the rule forbids it."""
-        if not self.line.can_create(spec):
+        """Add the line that creates the layout, or slices what each rank creates of one dim."""
+        is_created = self.line.can_create(spec)
+        if not is_created and spec.ndim > 1:
             return None
         out = assignment.new_value()
-        assignment.lines.append(replace(self.line, out=out, spec=spec))
+        if is_created:
+            assignment.lines.append(replace(self.line, out=out, spec=spec))
+        else:
+            sliced = redistribute(self.line.spec, spec)
+            assignment.lines.append(Redistribution(out, Ref(self.line.out), sliced, False))
         assignment.created.add(out)
         return out
 
@@ -44,27 +56,26 @@ class CreatedByFactory:
 class CreatedByOperation:
     """Single result of an operation on created tensors.
 
-    `size` is the number of lines that create it.
+    `values` are those of the lines that create it.
     """
 
     line: ir.Operation
     operands: tuple[TensorVersions, ...]
     topology: Topology
-    size: int
+    values: frozenset[int]
 
     def create(self, assignment: Assignment, spec: Spec) -> int | None:
         """Add the lines that create the layout; return its value, None if a strategy sends."""
-        specs = [operand.spec for operand in self.operands]
         line = self.line
-        call = fill_call(line.args, line.kwargs, Ref, specs)
-        strategy = strategy_for(line.strategy.call.op, *call, self.topology, False, spec.partition)
+        strategy = self._strategy([operand.spec for operand in self.operands], spec)
+        if strategy.out_specs != (spec,):
+            # Shard sizes are those of operands, which a hint of axes lacks.
+            strategy = self._strategy(self._sharded_alike(spec), spec)
         if strategy.out_specs != (spec,) or any(strategy.in_halos):
             return None
         refs = []
         for operand, in_spec in zip(self.operands, strategy.in_specs, strict=True):
-            value: int | None = operand.versions[operand.spec]
-            if in_spec != operand.spec:
-                value = operand.created.create(assignment, in_spec) if operand.created else None
+            value = operand.create(assignment, in_spec)
             if value is None:
                 return None
             refs.append(Ref(value))
@@ -74,15 +85,36 @@ class CreatedByOperation:
         assignment.created.add(out)
         return out
 
+    def _strategy(self, operands: Sequence[Spec], spec: Spec) -> Strategy:
+        """Return the strategy of operands in layouts, to create a result sharded as `spec`."""
+        call = fill_call(self.line.args, self.line.kwargs, Ref, operands)
+        op = self.line.strategy.call.op
+        return strategy_for(op, *call, self.topology, False, spec.partition)
+
+    def _sharded_alike(self, spec: Spec) -> list[Spec]:
+        """Return layouts of the operands whose dims are sharded as those of the result `spec`."""
+        rule, specs = self.line.strategy.rule, []
+        dims = {factors: dim for dim, factors in enumerate(rule.results[0] or ()) if factors}
+        for operand, row in zip(self.operands, rule.operands, strict=True):
+            places = [
+                at if at is not None and spec.shape[at] == size else None
+                for at, size in zip(map(dims.get, row), operand.spec.shape, strict=True)
+            ]
+            axes = [() if at is None else spec.partition.dims[at] for at in places]
+            sizes = {dim: spec.shard_sizes(at) for dim, at in enumerate(places)
+                     if at is not None and axes[dim]}  # fmt: skip
+            specs.append(operand.spec.replace(partition=PartitionSpec(*axes), sizes=sizes))
+        return specs
+
 
 def created_by(
     line: ir.Operation, operands: Sequence[TensorVersions], topology: Topology
 ) -> CreatedByOperation | None:
     """Return how an operation creates its result, None if it depends on an argument."""
-    size = 1 + sum(operand.created.size for operand in operands if operand.created)
-    if not line.single or size > MAX_CREATING_LINES or not all(x.created for x in operands):
+    values = frozenset((line.out,)).union(*(x.created.values for x in operands if x.created))
+    if not line.single or len(values) > MAX_CREATING_LINES or not all(x.created for x in operands):
         return None
-    return CreatedByOperation(line, tuple(operands), topology, size)
+    return CreatedByOperation(line, tuple(operands), topology, values)
 
 
 def without_unused(lines: Sequence[Line], created: set[int], outputs: Sequence[Any]) -> list[Line]:

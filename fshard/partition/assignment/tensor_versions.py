@@ -28,8 +28,8 @@ class Created(Protocol):
     """Creation of a tensor that depends on no argument."""
 
     @property
-    def size(self) -> int:
-        """Number of lines."""
+    def values(self) -> frozenset[int]:
+        """Values of the lines that create it."""
 
     def create(self, assignment: Assignment, spec: Spec) -> int | None:
         """Add the lines that create the layout; return its value, None if that is impossible."""
@@ -62,6 +62,26 @@ class TensorVersions:
         if grad or not self.no_grad_versions:
             return self.versions
         return {**self.no_grad_versions, **self.versions}
+
+    def create(self, assignment: Assignment, spec: Spec) -> int | None:
+        """Return the value in a layout, created if it has none, None if that is impossible."""
+        if spec in self.versions or self.created is None:
+            return self.versions.get(spec)
+        p, value = spec.partition, None
+        if p.reduced_kinds:  # the same values, of which none has a gradient
+            plain = spec.replace(partition=PartitionSpec._of(p.dims, p.unreduced_kinds, ()))
+            source = self.create(assignment, plain)
+            if source is not None:
+                value = assignment.new_value()
+                prog = redistribute(plain, spec)
+                assignment.lines.append(ir.Redistribution(value, Ref(source), prog, False))
+        else:
+            value = self.created.create(assignment, spec)
+        if value is not None:
+            self.versions[spec] = value
+            if assignment.checkpoints:
+                assignment.checkpoints[-1].append((self, spec))
+        return value
 
     def sources(self, grad: bool) -> list[Spec]:
         """Return the layouts that operations choose among, sharded along the axes `kept`."""
@@ -152,9 +172,10 @@ def redistributed(
         if src.is_equivalent(spec):
             return value
 
-    out = None if tensor.created is None else tensor.created.create(assignment, spec)
-    if out is None:
-        out = _add_program(assignment, tensor, available, spec, topology, grad=grad)
+    out = tensor.create(assignment, spec)
+    if out is not None:
+        return out
+    out = _add_program(assignment, tensor, available, spec, topology, grad=grad)
     (tensor.no_grad_versions if tensor.grad and not grad else tensor.versions)[spec] = out
     if assignment.checkpoints:
         assignment.checkpoints[-1].append((tensor, spec))

@@ -68,6 +68,24 @@ def test_a_created_tensor_is_sharded_where_its_use_is(name: str) -> None:
     assert "replicated" not in str(call.explain())
 
 
+def test_wave_numbers_of_uneven_shards_are_created_sharded() -> None:
+    mesh = fs.Mesh(x=2, y=2)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        k = torch.fft.fftfreq(ROWS)[:, None] ** 2 + torch.fft.rfftfreq(2 * COLUMNS - 1) ** 2
+        return x * torch.where(k == 0, torch.zeros_like(k), 1 / torch.where(k == 0, 1, k))
+
+    spec = fs.Spec(mesh, fs.P("x", "y"), shape=(ROWS, COLUMNS), sizes={0: (8, 4), 1: (2, 5)})
+    x = torch.randn(ROWS, COLUMNS)
+    part = fs.partition(fn, mesh=mesh, in_specs=spec)
+    pair = fs.shard(x, spec)
+    torch.testing.assert_close(fs.unshard(part(pair)), fn(x))
+    with LargestTensor() as largest:
+        part(pair)
+    assert largest.numel == 8 * 5
+    assert all(prog.is_local for prog in part.trace(spec).programs)
+
+
 def test_one_created_tensor_has_the_layouts_of_all_uses() -> None:
     mesh = fs.Mesh(x=4)
 
