@@ -1,15 +1,21 @@
-"""Settings of every test: Hypothesis without clocks, the same examples, a small heap to collect."""
+"""Settings of every test: one thread, Hypothesis without clocks, a small heap to collect."""
 
 from __future__ import annotations
 
 import gc
+import os
 from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import settings
+
+# Tests are thousands of small operations, in several processes: more threads are slower.
+torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
 
 # A clock makes tests fail on a busy machine; chance makes them fail on another's change.
 settings.register_profile("fshard", deadline=None, derandomize=True, max_examples=100)

@@ -53,7 +53,6 @@ def outcomes(
 @pytest.mark.parametrize("part", range(PARTS))
 def test_samples_of_the_database_equal_one_device(part: int) -> None:
     """Every accepted layout gives the results and gradients of one device."""
-    torch.set_num_threads(1)
     wrong = [text for i in FAST[part::PARTS] for text in outcomes(op_db[i], 1, 1)[0]]
     assert not wrong, "\n".join(wrong)
 
@@ -61,7 +60,6 @@ def test_samples_of_the_database_equal_one_device(part: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_samples_in_other_dtypes(dtype: torch.dtype) -> None:
     """The same in integers, booleans, complex and half precision."""
-    torch.set_num_threads(1)
     part = FAST[DTYPES.index(dtype) :: 9]
     wrong = [text for i in part for text in outcomes(op_db[i], 1, 1, dtype)[0]]
     assert not wrong, "\n".join(wrong)
@@ -72,7 +70,6 @@ def test_samples_in_other_dtypes(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_all_samples_in_other_dtypes(dtype: torch.dtype) -> None:
     """Four samples of all operations that support the dtype."""
-    torch.set_num_threads(1)
     wrong = [text for op in op_db for text in outcomes(op, 4, 8, dtype)[0]]
     assert not wrong, "\n".join(wrong)
 
@@ -81,7 +78,6 @@ def test_all_samples_in_other_dtypes(dtype: torch.dtype) -> None:
 @pytest.mark.timeout(3600)
 def test_all_samples() -> None:
     """The number of refused operations does not grow either."""
-    torch.set_num_threads(1)
     matches = {info_name(op): outcomes(op, 2, 12) for op in op_db}
     wrong = [text for texts, _ in matches.values() for text in texts]
     assert not wrong, "\n".join(wrong)
@@ -94,7 +90,6 @@ def test_all_samples() -> None:
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_sharded_dim_ends(part: int) -> None:
     """No operation decomposes without end, whichever dim of whichever tensor is sharded."""
-    torch.set_num_threads(1)
     mesh = fs.Mesh(x=3)
     for case in (case for op in op_db[part::PARTS] for case in cases(op, 3) if not case.reason):
         for index, tensor in enumerate(case.tensors):

@@ -74,7 +74,6 @@ def test_search_finds_missing_layouts() -> None:
 @pytest.mark.timeout(3600)
 def test_refused_layouts_have_reasons() -> None:
     """The full database, one sample of each OpInfo."""
-    torch.set_num_threads(1)
     options = {name for names in REASONS.values() for name in names.split()}
     matches: set[str] = set()
     with warnings.catch_warnings():

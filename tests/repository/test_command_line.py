@@ -41,7 +41,7 @@ def test_command_prints_errors_to_stderr() -> None:
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
-        timeout=60,
+        timeout=200,
     )
     assert (process.returncode, process.stdout) == (2, "")
     assert process.stderr == (

@@ -26,7 +26,7 @@ METADATA = {
 def executed(path: Path) -> Any:
     """Return the notebook run in a fresh kernel; raise the error of a cell."""
     notebook = nbformat.read(path, as_version=4)
-    client = NotebookClient(notebook, timeout=100, kernel_name="python3", record_timing=False,
+    client = NotebookClient(notebook, timeout=300, kernel_name="python3", record_timing=False,
                             coalesce_streams=True,
                             resources={"metadata": {"path": str(path.parent)}})  # fmt: skip
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "0"}

@@ -22,7 +22,7 @@ fs.reshard(x, fs.P())
 def stderr_of(variable: str) -> str:
     env = {**os.environ, "FSHARD_LOGS": variable}
     done = subprocess.run(  # noqa: PLW1510 - errors are in the text
-        [sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, timeout=200
     )
     return done.stderr
 

@@ -374,7 +374,7 @@ def save_often_on_rank(directory: str, file: str) -> str:
 def test_ranks_save_often_and_no_rank_waits_for_another_that_failed(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     arguments = str(tmp_path / "saved"), str(tmp_path / "file")
-    for text in run_ranks(2, save_often_on_rank, *arguments, timeout=30):
+    for text in run_ranks(2, save_often_on_rank, *arguments):
         assert "rank 0 must be able to create and write the directory" in text
     assert fs.state.load(tmp_path / "saved")["x"].tolist() == [7, 7]
 

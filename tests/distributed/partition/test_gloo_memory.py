@@ -11,7 +11,7 @@ from tests.helpers.gloo.memory_cases import CASES, LIMIT, NPROC, measured_cases
 @pytest.mark.slow
 def test_predicted_peaks_are_those_of_the_allocations() -> None:
     """The rank with the least counts: threads of gloo release operands late by chance."""
-    ranks = run_ranks(NPROC, measured_cases, timeout=120.0)
+    ranks = run_ranks(NPROC, measured_cases)
     for name in CASES:
         measured = min(cases[name][0] for cases in ranks)
         for cases in ranks:

@@ -56,7 +56,7 @@ def test_replayed_collectives_agree_with_the_reference(mesh: Mesh, every: int) -
             ys, cts, grads = by_oracle(item, mesh, axes, xs)
             work.append((k, axes, xs, cts))
             want.append((ys, grads))
-    by_rank = run_ranks(mesh.size, run_often, mesh, work, timeout=100)
+    by_rank = run_ranks(mesh.size, run_often, mesh, work)
     for k, (ys, grads) in enumerate(want):
         name = f"{CASES[work[k][0]].name} along {work[k][1]}"
         for place, rank in enumerate(mesh.ranks):
@@ -303,7 +303,7 @@ def test_batched_gradients_equal_single_ones() -> None:
         xs = collective_arguments(item, mesh, ("i",), F64)
         _, cts, _ = by_oracle(item, mesh, ("i",), xs)
         work.append((k, ("i",), xs, cts))
-    for outputs in run_ranks(2, run_batched, work, timeout=100):
+    for outputs in run_ranks(2, run_batched, work):
         assert [CASES[k // 4].name for k, is_right in enumerate(outputs) if not is_right] == []
 
 
@@ -388,7 +388,7 @@ def test_replayed_programs_agree_with_the_simulation(mesh: Mesh, every: int) -> 
         ys = prog(tuple(xs))
         grads = prog.T(tuple(cts)) if prog.is_linear else None
         expected.append((ys, grads))
-    by_rank = run_ranks(mesh.size, run_programs_often, progs, work, timeout=100)
+    by_rank = run_ranks(mesh.size, run_programs_often, progs, work)
     for i, (ys, grads) in enumerate(expected):
         for rank in mesh.ranks:
             for plain, *rest in by_rank[rank][i]:
@@ -424,7 +424,7 @@ def share_nothing(mesh: Mesh) -> None:
 
 def test_results_of_repeated_calls_share_no_memory() -> None:
     mesh = MESHES[1]
-    run_ranks(mesh.size, share_nothing, mesh, timeout=100)
+    run_ranks(mesh.size, share_nothing, mesh)
 
 
 def log_calls(mesh: Mesh) -> list[Any]:
@@ -447,6 +447,6 @@ def log_calls(mesh: Mesh) -> list[Any]:
 
 def test_comm_log_counts_collectives_that_would_be_replayed() -> None:
     mesh = MESHES[1]
-    for logs in run_ranks(mesh.size, log_calls, mesh, timeout=100):
+    for logs in run_ranks(mesh.size, log_calls, mesh):
         assert all(log == logs[0] for log in logs)
         assert {item["op"] for item in logs[0]["forward"]} == {"all_reduce", "all_gather"}

@@ -52,7 +52,7 @@ def test_status_is_parsed_from_its_text() -> None:
 
 def answers_of_roll_calls(mesh: Mesh) -> list[tuple[bool, bool]]:
     """Return, for each roll call in which this rank takes part, the answer and the right one."""
-    fs.init(mesh, timeout=30)
+    fs.init(mesh, timeout=100)
     rank = int(os.environ["RANK"])
     common, own, pairs = random.Random(0), random.Random(rank), []
     for _ in range(60):

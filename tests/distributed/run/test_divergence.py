@@ -424,7 +424,7 @@ def lives() -> list[Any]:
         with pytest.raises(ShardingError) as caught:
             use()
         results.append(str(caught.value))
-    fs.init(PAIR, timeout=20)
+    fs.init(PAIR, timeout=100)
     results.append(once((torch.ones(2), spec)).local.tolist())
     results.append([int(item.sum()) for item in plain])
     dist.destroy_process_group()

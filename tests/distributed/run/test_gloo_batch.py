@@ -105,7 +105,7 @@ def on_rank() -> dict[str, Any]:
 
 
 def test_batches_agree_with_the_simulation() -> None:
-    by_rank = run_ranks(4, on_rank, timeout=120)
+    by_rank = run_ranks(4, on_rank)
     simulated = fs.simulate(WORLD, lambda: results(this_rank(WORLD)))
     for want, actual in zip(simulated, by_rank, strict=True):
         for name, (numbers, said, ran) in actual.items():

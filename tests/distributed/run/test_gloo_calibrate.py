@@ -45,7 +45,7 @@ def assert_sane(topology: fs.Topology) -> None:
 )
 def test_topology_is_equal_on_every_rank(size: int, mesh: fs.Mesh, tmp_path: Path) -> None:
     path = tmp_path / "wires.json"
-    first, *rest = run_ranks(size, calibrated, mesh, str(path), timeout=60)
+    first, *rest = run_ranks(size, calibrated, mesh, str(path))
     assert all(other == first for other in rest)
     assert_sane(first)
     assert first.name == "calibrated"
@@ -87,6 +87,6 @@ def test_wrong_arguments_are_refused_on_every_rank(tmp_path: Path) -> None:
             "rank 0, the first of the mesh, must be able to write the file",
             "a path in a directory that exists; or leave it out, and topology.save(path) later")),
     ]:  # fmt: skip
-        for outcome in outcomes(2, refused, mesh, other, seconds, save, timeout=60):
+        for outcome in outcomes(2, refused, mesh, other, seconds, save):
             assert isinstance(outcome.error, ShardingError)
             assert str(outcome.error) == text

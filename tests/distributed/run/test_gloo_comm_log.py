@@ -69,7 +69,7 @@ def without_bytes(log: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_raw_collectives_are_counted_on_request() -> None:
-    for total, silent, raw, plain, both in run_ranks(2, logs, timeout=60):
+    for total, silent, raw, plain, both in run_ranks(2, logs):
         assert not silent
         rows = without_bytes(raw)
         assert sum(row["count"] for row in rows) == total

@@ -444,7 +444,7 @@ def init_from_torchrun(store: str) -> list[Any]:
             fs.init(Mesh(x=3))
         assert not dist.is_initialized(), "nothing half-done"
         results.append(str(caught.value))
-        fs.init(mesh, timeout=20)
+        fs.init(mesh, timeout=100)
         results.append(fs.psum(torch.ones(()), "x", mesh=mesh).item())
         first = transport.current_transport()
         fs.init(mesh, backend="gloo", timeout=timedelta(seconds=30))

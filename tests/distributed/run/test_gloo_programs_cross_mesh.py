@@ -111,7 +111,7 @@ def move_on_rank(progs: list[Program], mesh: Mesh) -> list[tuple[Any, Any, Any]]
 
 def assert_moved(progs: list[Program], size: int) -> None:
     """Compare the ranks' results with slices of the global tensor."""
-    actual = run_ranks(size, move_on_rank, progs, Mesh(all=size), timeout=240)
+    actual = run_ranks(size, move_on_rank, progs, Mesh(all=size))
     for i, prog in enumerate(progs):
         src, dst = prog.src, prog.dst
         ys, back, twice = ([rows[i][which] for rows in actual] for which in range(3))

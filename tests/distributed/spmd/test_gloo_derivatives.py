@@ -77,8 +77,8 @@ def on_four_ranks() -> list[dict[str, str]]:
 
 
 def test_programs_on_two_processes() -> None:
-    assert run_ranks(2, on_two_ranks, timeout=120) == [[{}, {}]] * 2
+    assert run_ranks(2, on_two_ranks) == [[{}, {}]] * 2
 
 
 def test_programs_and_transforms_on_four_processes() -> None:
-    assert run_ranks(4, on_four_ranks, timeout=120) == [[{}, {}, {}]] * 4
+    assert run_ranks(4, on_four_ranks) == [[{}, {}, {}]] * 4

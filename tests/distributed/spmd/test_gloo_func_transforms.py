@@ -57,7 +57,7 @@ def of_ops(name: str) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", OPS)
 def test_transforms_of_collectives(name: str) -> None:
-    by_rank = run_ranks(2, of_ops, name, timeout=60)
+    by_rank = run_ranks(2, of_ops, name)
     full = OPS[name][1]
 
     def part(y: torch.Tensor, index: int) -> torch.Tensor:
@@ -113,7 +113,7 @@ def test_transforms_of_a_mapped_function(check: bool) -> None:
         jacrev(whole)(x),
         torch.diag(6 * x),
     ]
-    for results in run_ranks(2, over_mapped, check, timeout=60):
+    for results in run_ranks(2, over_mapped, check):
         for actual, item in zip(results, expected, strict=True):
             torch.testing.assert_close(actual, item)
 
@@ -156,7 +156,7 @@ def refused_often(name: str) -> set[str]:
 @pytest.mark.parametrize("name", REFUSED)
 def test_errors_are_the_same_in_repeated_calls(name: str) -> None:
     """Repeated calls are captured; refused ones are not, and raise the same text."""
-    assert run_ranks(2, refused_often, name, timeout=30) == [{REFUSED[name][1]}] * 2
+    assert run_ranks(2, refused_often, name) == [{REFUSED[name][1]}] * 2
 
 
 def over_no_axis() -> list[torch.Tensor]:
@@ -168,6 +168,6 @@ def over_no_axis() -> list[torch.Tensor]:
 
 
 def test_psum_over_no_axes() -> None:
-    for *results, gradient in run_ranks(2, over_no_axis, timeout=30):
+    for *results, gradient in run_ranks(2, over_no_axis):
         assert all(torch.equal(item, X * X) for item in results)
         assert torch.equal(gradient, 2 * X)

@@ -19,4 +19,4 @@ def differing() -> list[dict[str, str]]:
 
 
 def test_idioms_on_processes() -> None:
-    assert run_ranks(2, differing, timeout=100) == [[{}, {}]] * 2
+    assert run_ranks(2, differing) == [[{}, {}]] * 2

@@ -37,4 +37,4 @@ def differing_features(size: int, check: bool, every: int) -> list[str]:
     ("size", "check"), [(2, True), (2, False), pytest.param(4, True, marks=pytest.mark.slow)]
 )
 def test_features_are_right_or_refused_on_processes(size: int, check: bool, every: int) -> None:
-    assert run_ranks(size, differing_features, size, check, every, timeout=200) == [[]] * size
+    assert run_ranks(size, differing_features, size, check, every) == [[]] * size

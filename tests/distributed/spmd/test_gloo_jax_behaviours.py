@@ -26,6 +26,6 @@ def on_rank(mesh: Mesh, names: list[str], check: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_values_equal_the_recorded_ones_of_jax(mesh: Mesh, check: bool) -> None:
     names = [n for n, case in CASES.items() if case.mesh == mesh and (check or case.casts)]
-    for results in run_ranks(mesh.size, on_rank, mesh, names, check, timeout=100):
+    for results in run_ranks(mesh.size, on_rank, mesh, names, check):
         for name, item in zip(names, results, strict=True):
             assert_same(item, EXPECTED[name], name)

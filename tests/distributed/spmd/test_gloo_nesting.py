@@ -191,7 +191,7 @@ def everything_on_rank(mesh: Mesh) -> dict[str, list[torch.Tensor]]:
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_gloo_equals_simulation_and_one_device(mesh: Mesh) -> None:
-    by_rank = run_ranks(4, everything_on_rank, mesh, timeout=120)
+    by_rank = run_ranks(4, everything_on_rank, mesh)
     expected = everything(mesh)
     x, w = reals(12, 6).requires_grad_(), reals(6, 6, seed=1).requires_grad_()
     for name, item in on_one_device(x, w).items():

@@ -96,7 +96,7 @@ def test_a_read_whose_value_is_not_used_changes_no_gradient() -> None:
 
 
 def gradients_after_some_reads(mesh: Mesh) -> list[list[torch.Tensor]]:
-    fs.init(mesh, timeout=20)
+    fs.init(mesh, timeout=100)
 
     def read(x: torch.Tensor) -> None:
         if os.environ["RANK"] == "0":
@@ -117,7 +117,7 @@ def test_ranks_do_not_wait_for_a_rank_that_reads_alone(mesh: Mesh) -> None:
 
 
 def error_of_a_late_rank(mesh: Mesh) -> str:
-    fs.init(mesh, timeout=20)
+    fs.init(mesh, timeout=100)
 
     def body(x: torch.Tensor) -> torch.Tensor:
         value = float(x.sum())  # other on each rank
@@ -201,7 +201,7 @@ def test_ranks_that_have_read_may_take_gradients_alone() -> None:
 
 
 def branch_errors(mesh: Mesh) -> list[str]:
-    fs.init(mesh, timeout=20)
+    fs.init(mesh, timeout=100)
     if os.environ["RANK"] == "0":  # a call by one rank alone, which fs.init forgets
         fs.shard_map(lambda x: None, mesh=mesh, in_specs=P("x"), out_specs=P())(torch.ones(2))
     fs.init(mesh)

@@ -46,4 +46,4 @@ def differing(check: bool, every: int) -> dict[str, str]:
 @one_in(5)
 @pytest.mark.parametrize("check", [True, False])
 def test_transforms_of_mapped_functions_on_processes(check: bool, every: int) -> None:
-    assert run_ranks(2, differing, check, every, timeout=200) == [{}, {}]
+    assert run_ranks(2, differing, check, every) == [{}, {}]

@@ -12,6 +12,8 @@ from fshard.testing.ranks import close_ranks as close_all
 
 __all__ = ["Outcome", "RankDied", "RankHung", "Ranks", "close_all", "outcomes", "run_ranks"]
 
+PATIENCE = 300.0
+"""Seconds until ranks are taken to hang; on a loaded machine a call may take minutes."""
 ROOT = Path(__file__).parent.parent.parent.parent
 
 
@@ -22,9 +24,9 @@ def pool(size: int) -> Ranks:
 
 def run_ranks(size: int, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
     """Return the results of `function(*args)` on `size` ranks."""
-    return fs.testing.run_ranks(function, *args, nproc=size, **options)
+    return fs.testing.run_ranks(function, *args, nproc=size, **{"timeout": PATIENCE, **options})
 
 
 def outcomes(size: int, function: Callable[..., Any], *args: Any, **options: Any) -> list[Outcome]:
     """Return the outcomes of `function(*args)` on `size` ranks."""
-    return fs.testing.outcomes(function, *args, nproc=size, **options)
+    return fs.testing.outcomes(function, *args, nproc=size, **{"timeout": PATIENCE, **options})

@@ -92,7 +92,7 @@ def assert_same(actual: torch.Tensor, want: torch.Tensor) -> None:
 
 def check_cases(mesh: Mesh, cases: Sequence[Case]) -> None:
     """Assert that results, gradients and events of real ranks equal the simulator's."""
-    by_rank = run_ranks(mesh.size, run_all, mesh, tuple(cases), timeout=100)
+    by_rank = run_ranks(mesh.size, run_all, mesh, tuple(cases))
     for i, each in enumerate(cases):
         want, events = run_case(each, range(mesh.size), simulated=True)
         sent = []

@@ -232,7 +232,7 @@ def test_a_llama_runs_on_processes() -> None:
     model = model_of("llama")
     loss = loss_of(model(**inputs_of("llama")))
     loss.backward()
-    for value, grads in run_ranks(4, on_ranks, "llama", timeout=100):
+    for value, grads in run_ranks(4, on_ranks, "llama"):
         assert_close(value, loss.detach())
         for name, parameter in model.named_parameters():
             assert parameter.grad is not None

@@ -101,7 +101,7 @@ def test_compiled_collectives_equal_the_oracle(
         for rank in MESH.ranks:
             work[rank].append((at, xs[rank], cts[rank]))
         expected.append((ys, grads))
-    by_rank = run_ranks(2, run_my_cases, work, backend, dynamic, timeout=100)
+    by_rank = run_ranks(2, run_my_cases, work, backend, dynamic)
     for place, at in enumerate(chosen):
         for rank in MESH.ranks:
             y, grad = by_rank[rank][place]
@@ -170,7 +170,7 @@ def run_bodies(at: int) -> list[Any]:
 
 @pytest.mark.parametrize("at", range(len(BODIES)), ids=lambda at: BODIES[at].__name__)
 def test_compiled_bodies_in_a_shard_map(at: int) -> None:
-    for eager, *rest in run_ranks(2, run_bodies, at, timeout=100):
+    for eager, *rest in run_ranks(2, run_bodies, at):
         for item in rest:
             torch.testing.assert_close(item, eager)
 
@@ -238,7 +238,7 @@ def run_refused() -> list[str]:
 
 
 def test_errors_of_calls_that_graphs_cannot_have() -> None:
-    for twice, no_collective in run_ranks(2, run_refused, timeout=100):
+    for twice, no_collective in run_ranks(2, run_refused):
         assert "a pending result must be waited for once" in twice
         assert "the first argument must be a collective: all_gather, " in no_collective
 

@@ -124,7 +124,7 @@ DEFAULT = {("rows", None)}
     ],
 )
 def test_ten_sizes_are_two_graphs(name: str, dynamic: bool | None) -> None:
-    for differences, graphs in run_ranks(2, run_sizes, name, dynamic, timeout=100):
+    for differences, graphs in run_ranks(2, run_sizes, name, dynamic):
         assert max(differences) < 1e-10
         assert graphs == (2 if dynamic is None else 1)
 
@@ -207,7 +207,7 @@ def run_planned(name: str, dynamic: bool | None) -> tuple[list[float], list[int]
     ],
 )
 def test_calls_that_are_planned_by_size_end_graphs(name: str, dynamic: bool | None) -> None:
-    for differences, frames in run_ranks(2, run_planned, name, dynamic, timeout=100):
+    for differences, frames in run_ranks(2, run_planned, name, dynamic):
         assert max(differences) < 1e-12
         assert frames[0] < 6
         assert frames[-1] == frames[0 if dynamic else 6]  # a static and a dynamic one by call
@@ -239,7 +239,7 @@ def run_specialized() -> list[Row]:
 
 
 def test_each_spec_is_a_graph() -> None:
-    for results in run_ranks(2, run_specialized, timeout=100):
+    for results in run_ranks(2, run_specialized):
         for differences, graphs in results:
             assert max(differences) < 1e-10
             assert graphs == 3
@@ -268,7 +268,7 @@ def run_beyond_the_limit() -> list[tuple[list[str], float]]:
 
 
 def test_the_last_graph_that_the_limit_allows_warns() -> None:
-    for results in run_ranks(2, run_beyond_the_limit, timeout=100):
+    for results in run_ranks(2, run_beyond_the_limit):
         for texts, difference in results:
             assert "pad tensors to a few sizes, which take a graph each" in texts[0]
             assert "torch.compile(fn, recompile_limit=...) allows more graphs" in texts[0]
@@ -298,7 +298,7 @@ def run_padded() -> Row:
 
 
 def test_padded_sizes_are_a_graph_each() -> None:
-    for differences, graphs in run_ranks(2, run_padded, timeout=100):
+    for differences, graphs in run_ranks(2, run_padded):
         assert max(differences) < 1e-12
         assert graphs == 3
 
@@ -314,5 +314,5 @@ def run_indivisible() -> str:
 
 
 def test_sizes_that_the_ranks_do_not_divide_are_refused() -> None:
-    for text in run_ranks(2, run_indivisible, timeout=100):
+    for text in run_ranks(2, run_indivisible):
         assert "dim 0 of size 5" in text
