@@ -57,6 +57,11 @@ def row_major(axis_sizes: Mapping[str, int], axes: Sequence[str], points: Points
     return indices
 
 
+def even_stops(length: int, count: int) -> Sequence[int]:
+    """Return the ends of `count` equal shards of a dim, 0 first."""
+    return range(0, length + 1, length // count) if length else (0,) * (count + 1)
+
+
 def point_overlaps(dims: Sequence[DimOverlap], points: Points) -> tuple[list[int], list[int]]:
     """Return the elements that the rank at each point needs, and that its group holds."""
     count = len(next(iter(points.values()), (0,)))
@@ -116,8 +121,7 @@ class DimOverlap:
         """Return the ends of the shards along `axes`, 0 first; None sizes are even."""
         if sizes is not None:
             return [*itertools.accumulate(sizes, initial=0)]
-        width = self.length // math.prod(self.axis_sizes[axis] for axis in axes)
-        return range(0, self.length + 1, width)
+        return even_stops(self.length, math.prod(self.axis_sizes[axis] for axis in axes))
 
     def widest_coords(self) -> dict[str, int]:
         """Return the coordinates of the largest target shard, if shards differ."""

@@ -16,10 +16,9 @@ from functools import lru_cache
 from fshard.layout.mesh import Mesh
 from fshard.layout.mesh_groups import shard_coords
 from fshard.layout.spec import Spec
-from fshard.program.cost.dim_overlap import Interval
+from fshard.program.cost.dim_overlap import Interval, even_stops
 from fshard.program.cost.shard_overlap import (
     NO_AXES,
-    even_stops,
     masks_by_coordinate,
     meeting_pieces,
     shard_indices,

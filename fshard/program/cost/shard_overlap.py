@@ -200,11 +200,6 @@ def dim_pieces(
     return meeting_pieces([*itertools.accumulate(have, initial=0)], targets, mask)
 
 
-def even_stops(length: int, count: int) -> Sequence[int]:
-    """Return the ends of `count` equal shards of a dim, 0 first."""
-    return range(0, length + 1, length // count) if length else (0,) * (count + 1)
-
-
 def meeting_pieces(
     stops: Sequence[int], targets: Iterable[Interval], mask: Sequence[bool] | None = None
 ) -> int:

@@ -366,6 +366,15 @@ def test_untraceable_writes_are_refused(fn: Callable[..., Any], refused: str) ->
     torch.testing.assert_close(CLOSED_OVER, torch.ones(4, dtype=torch.float64))
 
 
+def test_buffers_on_another_device_are_refused() -> None:
+    net = torch.nn.BatchNorm1d(4, device="meta").eval()
+    params, x = dict(net.named_parameters()), torch.ones(2, 4, device="meta")
+    part = fs.partition(net, mesh=MESH, params=P())
+    with pytest.raises(fs.ShardingError, match=r"must be on one device.*count as CPU tensors"):
+        part.trace(params, x)
+    part.trace(params | dict(net.named_buffers()), x)  # the fix
+
+
 def dropped_into(x: Tensor) -> Tensor:
     y = x * 2
     torch.nn.functional.dropout(y, 0.5, training=False).add_(1)
