@@ -69,6 +69,9 @@ def fail(
     raise AssertionError("unreachable")
 
 
+MAX_SUGGESTIONS = 3
+
+
 def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
     """Return a fix that names the known words closest to `name`, or `otherwise` if none is close.
 
@@ -87,4 +90,5 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
     best = max(ratios.values(), default=0.0)
     if best < 0.5:
         return otherwise
-    return f"did you mean {' or '.join(repr(w) for w, ratio in ratios.items() if ratio == best)}?"
+    closest = [repr(word) for word, ratio in ratios.items() if ratio == best]
+    return f"did you mean {' or '.join(closest[:MAX_SUGGESTIONS])}?"

@@ -95,11 +95,10 @@ class Auto(NotebookView):
         """Return the layout of every argument, the nearest alternatives, and every operation."""
         leaves, _ = flatten(self.in_specs)
         layouts = _with_equal_layers(zip(paths(self.in_specs, "args"), leaves, strict=True))
-        width = max(len(name) for name, _ in layouts)
-        text = [f"{name:<{width}}  {layout}" for name, layout in layouts]
+        text = [line[2:] for line in columns(layouts) or below(layouts)]
         hidden = " if collectives of arguments are hidden" if self.partition.overlap else ""
         text.append(_cost_text(self.time, self.memory, hidden))
-        text.append(f"{self._proof()}; {self.explored}")
+        text += [self._proof(), self.explored]
         rows = [
             (f"{name} as {p}", _cost_text(time, memory))
             for name, p, time, memory in self.alternatives

@@ -294,10 +294,8 @@ def _refuse(where: str, error: Exception) -> NoReturn:
              "dict(module.named_parameters()) of a module; torch.export.register_dataclass(cls) of "
              "a class")  # fmt: skip
     elif "at least two devices" in cause:
-        fail(place, cause, "arguments, and tensors that the function makes or closes over, must be "
-             "on one device (in a trace, arguments on the meta device count as CPU tensors)",
-             "device=x.device of a factory; buffers of a module as arguments, with its parameters: "
-             "{**dict(m.named_parameters()), **dict(m.named_buffers())}")  # fmt: skip
+        fail(place, cause, "all tensors must be on one device; arguments on meta are traced on CPU",
+             "buffers as arguments: dict([*m.named_parameters(), *m.named_buffers()])")  # fmt: skip
     else:
         is_collective = NO_PROCESS_GROUP in cause
         fail(place, cause, "the function is traced once on tensors of the global shapes",

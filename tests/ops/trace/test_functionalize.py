@@ -370,7 +370,7 @@ def test_buffers_on_another_device_are_refused() -> None:
     net = torch.nn.BatchNorm1d(4, device="meta").eval()
     params, x = dict(net.named_parameters()), torch.ones(2, 4, device="meta")
     part = fs.partition(net, mesh=MESH, params=P())
-    with pytest.raises(fs.ShardingError, match=r"must be on one device.*count as CPU tensors"):
+    with pytest.raises(fs.ShardingError, match="must be on one device"):
         part.trace(params, x)
     part.trace(params | dict(net.named_buffers()), x)  # the fix
 
