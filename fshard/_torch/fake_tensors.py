@@ -5,6 +5,7 @@ Modules of PyTorch that trace are imported in functions: the import takes a seco
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -20,16 +21,28 @@ from torch._subclasses.fake_tensor import (
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 __all__ = [
-    "FAKE_TENSOR_LOGGER", "DataDependentOutputException", "DynamicOutputShapeException",
+    "DataDependentOutputException", "DynamicOutputShapeException",
     "FakeTensor", "FakeTensorMode", "FunctionalTensor", "depends_on_inputs", "from_functional",
     "functional_mode", "is_recording", "is_recording_below_autograd",
     "recording_differentiably", "shares_memory", "sync_functional", "to_functional",
-    "unpatched_modules", "without_cudnn",
+    "unpatched_modules", "without_cudnn", "without_fake_tensor_logs",
 ]  # fmt: skip
 
 FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
 shares_memory: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
 """Return True if the storages behind two functional tensors' elements are one."""
+
+
+@contextmanager
+def without_fake_tensor_logs() -> Iterator[None]:
+    """Run a block without the long messages that PyTorch logs of a function that fails."""
+    logger = logging.getLogger(FAKE_TENSOR_LOGGER)
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def is_recording() -> bool:

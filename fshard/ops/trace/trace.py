@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import itertools
-import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -23,13 +22,13 @@ from fshard._torch.autograd_state import is_any_autocast_enabled
 from fshard._torch.checkpointing import checkpoint_form
 from fshard._torch.dynamo import compiled_functions_inlined
 from fshard._torch.fake_tensors import (
-    FAKE_TENSOR_LOGGER,
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
     unpatched_modules,
     without_cudnn,
+    without_fake_tensor_logs,
 )
 from fshard._torch.functorch import transform_level, without_transforms
 from fshard._torch.memory import innermost
@@ -263,18 +262,6 @@ def _trace(
     return TracedFunction(graph, written, tuple(lost), tracked if above else frozenset(),
                           symbolic.condition() if symbolic else None,
                           tuple(mode.closures))  # fmt: skip
-
-
-@contextmanager
-def without_fake_tensor_logs() -> Iterator[None]:
-    """Run a block without the long messages that PyTorch logs of a function that fails."""
-    logger = logging.getLogger(FAKE_TENSOR_LOGGER)
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def _refuse(where: str, error: Exception) -> NoReturn:

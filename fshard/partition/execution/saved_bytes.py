@@ -16,14 +16,13 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from fshard._torch.fake_tensors import FakeTensorMode
+from fshard._torch.fake_tensors import FakeTensorMode, without_fake_tensor_logs
 from fshard._torch.memory import storage_address
 from fshard._util.dtypes import is_inexact
 from fshard._util.errors import fail
 from fshard._util.text import one_line
 from fshard.layout.mesh import Mesh
 from fshard.layout.spec import Spec
-from fshard.ops.trace.trace import without_fake_tensor_logs
 from fshard.partition.execution.recomputation import RematerializedLines
 from fshard.partition.execution.remat_plan import PlannedRemat, RematPlan, remat_candidates
 from fshard.partition.execution.segments import Compiled, LineSegment, RankLines

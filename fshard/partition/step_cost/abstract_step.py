@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from fshard._torch.fake_tensors import FakeTensorMode
+from fshard._torch.fake_tensors import FakeTensorMode, without_fake_tensor_logs
 from fshard.layout.tree import tensors_in
-from fshard.ops.trace.trace import without_fake_tensor_logs
 from fshard.partition.execution.recomputation import RematerializedLines
 from fshard.partition.execution.remat_plan import RematPlan
 from fshard.partition.execution.saved_bytes import (
