@@ -30,6 +30,7 @@ from fshard import domain, interop, random, state, testing
 from fshard._torch.dynamo import run_uncompiled as _run_uncompiled
 from fshard._util.errors import ShardingError
 from fshard._util.other_names import MESH_NAMES as _MESH_NAMES
+from fshard._util.other_names import OPTIMIZER_NAMES as _OPTIMIZER_NAMES
 from fshard._util.other_names import refuse_attributes as _refuse_attributes
 from fshard._util.other_names import refuse_name as _refuse_name
 from fshard._util.public import publish as _publish
@@ -161,5 +162,6 @@ for _package in (domain, random, state, interop, testing):
     _missing = _partial(_refuse_name, known=_package.__all__, package=_package.__name__)
     vars(_package)["__getattr__"] = _missing
 _refuse_attributes(Mesh, _MESH_NAMES)
+_refuse_attributes(state.Optimizer, _OPTIMIZER_NAMES)
 _run_uncompiled(shard)  # the wrapper that all public functions have in common
 _run_uncompiled(Spec.replace)  # that of methods with options

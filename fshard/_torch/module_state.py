@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
 import torch
+from torch import nn
 from torch._C._dynamo import guards
 from torch.nn.modules import module as all_modules
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils.hooks import RemovableHandle
 
 CHILDREN = ("_parameters", "_buffers", "_modules")
@@ -85,3 +89,22 @@ def hook_forwards(before: Callable[..., None], after: Callable[..., None]) -> It
             del all_modules._global_forward_pre_hooks[KEY]
             del all_modules._global_forward_hooks[KEY]
             del all_modules._global_forward_hooks_always_called[KEY]
+
+
+def recomputed_weights(objects: Iterable[Any]) -> list[tuple[dict[str, Any], str, Any]]:
+    """Return the weights that hooks of modules compute before each call, as attributes.
+
+    The hooks are those of `torch.nn.utils.prune`, and of the older `weight_norm` and
+    `spectral_norm`, which are not parametrizations.
+
+    Returns:
+        The attributes of a module, the name of the weight among them, and its value.
+    """
+    weights = []
+    for module in objects:
+        hooks = module._forward_pre_hooks.values() if isinstance(module, nn.Module) else ()
+        for hook in hooks:
+            if isinstance(hook, BasePruningMethod | WeightNorm | SpectralNorm):
+                name = hook._tensor_name if isinstance(hook, BasePruningMethod) else hook.name
+                weights.append((vars(module), name, vars(module).get(name)))
+    return weights

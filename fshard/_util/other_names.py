@@ -73,6 +73,15 @@ COLLECTIVES = (
     "get_rank(), in the body of a fs.shard_map"
 )
 """Fix for calls of `torch.distributed` in functions that fshard runs."""
+OPTIMIZER_NAMES = {
+    "apply_updates": "optimizer.update returns the new parameters",
+    "load_state_dict": "fs.state.load(directory, ...) returns a state",
+    "param_groups": "a tree of parameters, and an optimizer, for each group of options",
+    "state_dict": "fs.state.save(directory, state) of the tree that optimizer.init returns",
+    "step": "state, params = optimizer.update(grads, state, params)",
+    "zero_grad": "nothing: fs.state.value_and_grad returns new gradients",
+}
+"""Attributes of optimizers of PyTorch and optax to expressions of one of `fs.state`."""
 PAIR_NAMES = {
     "addressable_shards": "pair.local",
     "device_mesh": "pair.mesh",
@@ -109,7 +118,8 @@ def refuse_name(name: str, known: Iterable[str], package: str = "fshard") -> NoR
 def refuse_attribute(value: object, noun: str, name: str, fixes: Mapping[str, str]) -> NoReturn:
     """Raise `AttributeError` for an attribute that a value does not have, with one that it has."""
     fix = f"\n  fix:   {fixes[name]}" if name in fixes else ""
-    raise AttributeError(f"a {noun} has no attribute {name!r}{fix}", name=name, obj=value)
+    article = "an" if noun[0] in "AEIO" else "a"
+    raise AttributeError(f"{article} {noun} has no attribute {name!r}{fix}", name=name, obj=value)
 
 
 def refuse_attributes(cls: type, fixes: Mapping[str, str]) -> None:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from fshard._torch.autograd_state import version_of
+from fshard._torch.module_state import recomputed_weights
 from fshard._util.cache import BoundedDict
 from fshard._util.errors import Problem, raise_if
 from fshard.layout.spec import Spec
@@ -119,6 +120,8 @@ class FunctionTraces:
         result_trees: list[TreeDef] = []
 
         tensors = [meta for meta in metas if meta is not None]
+        walk = self.python_state.walk
+        recomputed = [] if walk is None else recomputed_weights(walk.objects)
 
         def flat(*inputs: Any) -> list[Any]:
             remaining = iter(inputs)
@@ -128,7 +131,11 @@ class FunctionTraces:
                     ]  # fmt: skip
             args, kwargs = unflatten(tree, [args[index] for index in repeats] or args)
             inputs_by_path = _tensors_by_path(args, kwargs)
-            result = self.fn(*args, **kwargs)
+            try:
+                result = self.fn(*args, **kwargs)
+            finally:
+                for attributes, name, weight in recomputed:
+                    attributes[name] = weight
             self._refuse_replaced(inputs_by_path, _tensors_by_path(args, kwargs))
             results, result_tree = flatten(result)
             refuse_sparse(results, "return")

@@ -143,9 +143,12 @@ def _check_layout(layout: object, partition: object, where: str) -> None:
     if is_mesh and (isinstance(partition, PartitionSpec) or is_placements(partition)):
         return
     types = [type_name(value) for value in (layout, partition) if value is not None]
+    entries = partition if isinstance(partition, tuple) else (partition,)
+    named = is_mesh and all(isinstance(entry, str | None) for entry in entries)
+    dims = ", ".join(map(repr, entries)) if named and partition else "..."
     fail(where, f"a layout of {' and '.join(types) or 'None'}",
          "the layout must be a fs.Spec, or a fs.Mesh and a P",
-         "fs.Spec(mesh, P(...), shape=x.shape, dtype=x.dtype), or mesh, P(...)")  # fmt: skip
+         f"mesh, P({dims}); or fs.Spec(mesh, P({dims}), shape=x.shape)")  # fmt: skip
 
 
 def _layout_of(x: Any, layout: Any, partition: Any, where: str) -> Spec:

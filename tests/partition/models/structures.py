@@ -41,7 +41,14 @@ def torchdiffeq_adjoint() -> Model:
             return self.net(y)
 
     times = torch.linspace(0, 1, 3, dtype=torch.float64)
-    call = lambda field, y: odeint_adjoint(field, y, times, method="euler")  # noqa: E731
+
+    def call(field: nn.Module, y: Tensor) -> Tensor:
+        # The backward pass evaluates the field after `functional_call` has ended.
+        params = dict(field.named_parameters())
+        dynamics = lambda t, y: torch.func.functional_call(field, params, (t, y))  # noqa: E731
+        return odeint_adjoint(dynamics, y, times, method="euler",
+                              adjoint_params=tuple(params.values()))  # fmt: skip
+
     return Model(Call(Field(), call), {"y": noise(BATCH, 8)})
 
 

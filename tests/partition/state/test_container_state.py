@@ -12,9 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.nn.modules import module as all_modules
+from torch.nn.utils import prune
 
-from tests.partition.state.state_checks import check_sees
+import fshard as fs
+from tests.partition.state.state_checks import MESH, check_sees
 
 Tensor = torch.Tensor
 
@@ -201,3 +204,28 @@ def test_hooks_of_all_modules_are_seen() -> None:
     finally:
         for handle in handles:
             handle.remove()
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
+@pytest.mark.parametrize(
+    "reparametrize",
+    [lambda layer: prune.l1_unstructured(layer, "weight", 0.5), nn.utils.weight_norm,
+     nn.utils.spectral_norm],
+    ids=["prune", "weight_norm", "spectral_norm"],
+)  # fmt: skip
+def test_weights_that_hooks_compute_are_traced(reparametrize: Callable[[Any], Any]) -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU())
+    reparametrize(model[0])
+    part = fs.partition(model, mesh=MESH, params=fs.P(), in_specs=fs.P("dp"))
+    names = [name for name, _ in model.named_parameters()]
+    x, weight = torch.randn(4, 4), model[0].weight
+    rows = []
+    for run in (part, lambda p, x: torch.func.functional_call(model, p, (x,))):
+        state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        state = {n: t.detach().clone().requires_grad_(n in names) for n, t in state.items()}
+        y: Any = sum(run(state, x).sin().sum() for _ in range(2))  # type: ignore[no-untyped-call]
+        grads = torch.autograd.grad(y, [state[name] for name in names])
+        if run is part:
+            assert model[0].weight is weight
+        rows.append([y.detach(), *grads, *(t for n, t in state.items() if n not in names)])
+    torch.testing.assert_close(*rows)

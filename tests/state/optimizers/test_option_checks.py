@@ -70,3 +70,10 @@ def test_states_and_gradients_of_others_are_refused() -> None:
         adamw.update(params, sgd.init(params), params)
     with pytest.raises(fs.ShardingError, match=r"b of grads: NoneType(.|\n)*a state without b"):
         adamw.update({**params, "b": None}, adamw.init(params), params)
+
+
+def test_attributes_of_optimizers_of_pytorch_name_those_of_fshard() -> None:
+    with pytest.raises(
+        AttributeError, match=r"an Optimizer has no attribute 'step'\n  fix:   state"
+    ):
+        fs.state.sgd(0.1).step()  # type: ignore[attr-defined]
