@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from fshard._util.text import WIDTH, bytes_text, plural, ratio_text, time_text
+from fshard._util.text import bytes_text, plural, ratio_text, time_text
 from fshard.plan.batch.batch import Batch, explain_batch_hook
 from fshard.program.cost.topology import Topology
 from fshard.program.lower_bound import lower_bound_together
-from fshard.show.table import Column, Table
+from fshard.show.table import Column, Table, Tables
 
 LEAVES = (
     Column("leaf", wrap=True), Column("from", wrap=True), Column("to", wrap=True),
@@ -26,7 +25,7 @@ SUMMARY = (
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class BatchExplanation:
+class BatchExplanation(Tables):
     """Tables of a batch's leaves and launches on a topology; prints as text, in rich and as HTML.
 
     Leaves that do the same are one row. Bytes are the busiest rank's, of each leaf, of each launch
@@ -83,30 +82,10 @@ class BatchExplanation:
         )  # fmt: skip
         return Table("", SUMMARY, rows)
 
-    def _tables(self) -> tuple[Table, Table, Table]:
+    @property
+    def tables(self) -> tuple[Table, Table, Table]:
+        """The tables of leaves, of launches and of totals."""
         return self.leaves, self.launches, self.summary
-
-    def text(self, width: int = WIDTH) -> str:
-        """Return plain text of at most `width` columns."""
-        return "\n\n".join(table.text(width) for table in self._tables())
-
-    def __str__(self) -> str:
-        return self.text()
-
-    __repr__ = __str__
-
-    def __rich__(self) -> Any:
-        from rich.console import Group
-
-        leaves, launches, summary = self._tables()
-        return Group(leaves, "", launches, "", summary)
-
-    def html(self) -> str:
-        """Return three self-contained HTML tables."""
-        return '<div style="height:10px"></div>'.join(table.html() for table in self._tables())
-
-    def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
-        return {"text/plain": str(self), "text/html": self.html()}
 
 
 @explain_batch_hook.set

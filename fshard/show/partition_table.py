@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from fshard._util.errors import ShardingError, fail
-from fshard._util.text import WIDTH, bytes_text, plural, time_text
+from fshard._util.text import bytes_text, plural, time_text
 from fshard.layout.spec import Spec
 from fshard.partition.ir import (
     BeginCheckpoint,
@@ -34,7 +33,7 @@ from fshard.program.program import Program
 from fshard.program.steps import AllGather
 from fshard.run.transports.shape_only import RecordedCollective
 from fshard.show.folding import repetitions, without_number
-from fshard.show.table import Column, Row, Table
+from fshard.show.table import Column, Row, Table, Tables
 
 KINDS = (COMPUTE, COMMUNICATION)
 MAX_GATHERED = 4
@@ -46,7 +45,7 @@ COLUMNS = (
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class PartitionExplanation:
+class PartitionExplanation(Tables):
     """Tables of a call's layouts and of its times; prints as text, in rich and as HTML.
 
     Attributes:
@@ -61,28 +60,6 @@ class PartitionExplanation:
     def tables(self) -> tuple[Table, ...]:
         """The tables that are known."""
         return (self.layouts,) if self.times is None else (self.layouts, self.times)
-
-    def text(self, width: int = WIDTH) -> str:
-        """Return plain text of at most `width` columns."""
-        return "\n\n".join(table.text(width) for table in self.tables)
-
-    def __str__(self) -> str:
-        return self.text()
-
-    __repr__ = __str__
-
-    def __rich__(self) -> Any:
-        from rich.console import Group
-
-        first, *others = self.tables
-        return Group(first, *(part for table in others for part in ("", table)))
-
-    def html(self) -> str:
-        """Return self-contained HTML tables."""
-        return '<div style="height:10px"></div>'.join(table.html() for table in self.tables)
-
-    def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
-        return {"text/plain": str(self), "text/html": self.html()}
 
 
 @explain_partitioned_hook.set

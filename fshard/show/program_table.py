@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
-from fshard._util.text import WIDTH, bytes_text, percent_text, ratio_text, time_text
+from fshard._util.text import bytes_text, percent_text, ratio_text, time_text
 from fshard.program.cost.model import TimeParts, step_link, step_parts
 from fshard.program.cost.topology import Topology
 from fshard.program.cost.traffic import step_axes
 from fshard.program.lower_bound import lower_bound
 from fshard.program.program import Program, explain_program_hook, wire_specs
 from fshard.program.steps import Step
-from fshard.show.table import Column, Table
+from fshard.show.table import Column, Table, Tables
 
 STEPS = (
     Column("step", wrap=True), Column("spec after", wrap=True), Column("sent", right=True),
@@ -30,7 +29,7 @@ SUMMARY = (
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Explanation:
+class Explanation(Tables):
     """Tables of a program's steps, times and totals on a topology; prints as text, rich and HTML.
 
     Bytes are the busiest rank's, times are estimates of the LogGP model: startup (launch, rounds
@@ -122,31 +121,9 @@ class Explanation:
         return Table("", SUMMARY, rows)
 
     @property
-    def _tables(self) -> list[Table]:
+    def tables(self) -> list[Table]:
         """All tables that have rows."""
         return [table for table in (self.steps, self.times, self.summary) if table.rows]
-
-    def text(self, width: int = WIDTH) -> str:
-        """Return plain text of at most `width` columns."""
-        return "\n\n".join(table.text(width) for table in self._tables)
-
-    def __str__(self) -> str:
-        return self.text()
-
-    __repr__ = __str__
-
-    def __rich__(self) -> Any:
-        from rich.console import Group
-
-        first, *others = self._tables
-        return Group(first, *(part for table in others for part in ("", table)))
-
-    def html(self) -> str:
-        """Return self-contained HTML tables."""
-        return '<div style="height:10px"></div>'.join(table.html() for table in self._tables)
-
-    def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
-        return {"text/plain": str(self), "text/html": self.html()}
 
 
 @explain_program_hook.set

@@ -25,8 +25,30 @@ class Column:
     wrap: bool = False
 
 
+class TextAndHtml:
+    """Base of values that print as `text()`, and that a notebook shows as `html()`."""
+
+    __slots__ = ()
+
+    def text(self, width: int = WIDTH) -> str:
+        """Return plain text of at most `width` columns."""
+        raise NotImplementedError
+
+    def html(self) -> str:
+        """Return self-contained HTML, readable on light and dark pages."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return self.text()
+
+    __repr__ = __str__
+
+    def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
+        return {"text/plain": str(self), "text/html": self.html()}
+
+
 @dataclass(frozen=True, slots=True, repr=False)
-class Table:
+class Table(TextAndHtml):
     """Title, columns, rows, footer rows under a rule, and notes.
 
     `str` is plain text of at most 80 columns, rich draws it in colour, a notebook as HTML.
@@ -76,11 +98,6 @@ class Table:
                     indent = " " * (4 + len(column.name))
                     lines += [f"  {column.name}  {head}", *(indent + line for line in more)]
         return [*lines, "─" * width, *(line for note in self.notes for line in wrap(note, width))]
-
-    def __str__(self) -> str:
-        return self.text()
-
-    __repr__ = __str__
 
     def _widths(self, width: int) -> list[int]:
         """Return the width of each column; if they are too wide, the widest with `wrap` shrinks.
@@ -168,8 +185,30 @@ class Table:
             f'color:inherit;background:transparent;border:0;{style}">{html.escape(text)}</{tag}>'
         )
 
-    def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
-        return {"text/plain": str(self), "text/html": self.html()}
+
+class Tables(TextAndHtml):
+    """Base of values that print, in rich and in a notebook too, as several tables."""
+
+    __slots__ = ()
+
+    @property
+    def tables(self) -> Sequence[Table]:
+        """The tables, at least one."""
+        raise NotImplementedError
+
+    def text(self, width: int = WIDTH) -> str:
+        """Return plain text of at most `width` columns."""
+        return "\n\n".join(table.text(width) for table in self.tables)
+
+    def __rich__(self) -> Any:
+        from rich.console import Group
+
+        first, *others = self.tables
+        return Group(first, *(part for table in others for part in ("", table)))
+
+    def html(self) -> str:
+        """Return self-contained HTML tables."""
+        return '<div style="height:10px"></div>'.join(table.html() for table in self.tables)
 
 
 def _longest_word(text: str) -> int:

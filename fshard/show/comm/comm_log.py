@@ -17,7 +17,7 @@ from fshard.run.transports.raw_collectives import observed_raw_collectives
 from fshard.show.comm.expected_counts import Counts, compare_counts
 from fshard.show.comm.origin import tracked_modules
 from fshard.show.comm.phase import FIELDS, Key, Phase
-from fshard.show.table import Column, Table
+from fshard.show.table import Column, Table, TextAndHtml
 
 FIGURES = (
     Column("forward", right=True), Column("bytes", right=True), Column("backward", right=True),
@@ -28,7 +28,7 @@ FIGURES = (
 TOTAL_NOTE = "each figure is the busiest rank's, so rows need not add up to the total"
 
 
-class CommLog:
+class CommLog(TextAndHtml):
     """Collectives that ran in a `with fs.comm_log()` block; it stays readable after the block.
 
     It prints as a table, in rich and in a notebook.
@@ -208,20 +208,12 @@ class CommLog:
         """Return plain text of at most `width` columns."""
         return self.table.text(width) if self.counts else "no collective ran"
 
-    def __str__(self) -> str:
-        return self.text()
-
-    __repr__ = __str__
-
     def __rich__(self) -> Any:
         return self.table if self.counts else "no collective ran"
 
     def html(self) -> str:
         """Return a self-contained HTML table."""
         return self.table.html() if self.counts else "<div>no collective ran</div>"
-
-    def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
-        return {"text/plain": str(self), "text/html": self.html()}
 
 
 def _json_row(fields: Sequence[str], key: Sequence[Any]) -> dict[str, Any]:

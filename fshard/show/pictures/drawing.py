@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from fshard._util.text import WIDTH, wrap
+from fshard.show.table import TextAndHtml
 
 MONO = "font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,DejaVu Sans Mono,monospace"
 DARK = "#111111"
@@ -95,7 +96,7 @@ def line_text(line: Line) -> str:
     return "".join(span.text for span in line)
 
 
-class Picture:
+class Picture(TextAndHtml):
     """Picture of a value; `str` is 80 columns wide, rich adds colours, notebooks show HTML.
 
     Subclasses define `lines` and `plot`.
@@ -119,11 +120,6 @@ class Picture:
     def text(self, width: int = WIDTH) -> str:
         """Return plain text of at most `width` columns."""
         return "\n".join(line_text(line).rstrip() for line in self.lines(width))
-
-    def __str__(self) -> str:
-        return self.text()
-
-    __repr__ = __str__
 
     def html(self) -> str:
         """Return self-contained HTML with inline styles, readable on light and dark pages."""
@@ -155,6 +151,3 @@ class Picture:
             output.append("\n")
         output.right_crop(1)
         yield output
-
-    def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
-        return {"text/plain": str(self), "text/html": self.html()}

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from fshard._util.errors import fail
 from fshard._util.hooks import Hook
+from fshard._util.notebook_view import TableView
 from fshard.layout.mesh import Axes, as_axes
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.sharded import Sharded
@@ -105,7 +106,7 @@ class ZeroStage:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class ZeroTable:
+class ZeroTable(TableView):
     """Stages of ZeRO, from 0 to 3; prints as a table of bytes per rank.
 
     Attributes:
@@ -128,17 +129,11 @@ class ZeroTable:
     def __iter__(self) -> Iterator[ZeroStage]:
         return iter(self.stages)
 
-    def __str__(self) -> str:
-        return str(zero_table_hook.call(self))
-
-    __repr__ = __str__
-
-    def __rich__(self) -> Any:
+    def table(self) -> Any:
+        """Return the printable table."""
         return zero_table_hook.call(self)
 
-    def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
-        bundle: dict[str, str] = zero_table_hook.call(self)._repr_mimebundle_()
-        return bundle
+    __rich__ = table
 
 
 @Hook
