@@ -79,43 +79,32 @@ def norm(call: OpCall) -> Rule:
 
 def dist(call: OpCall) -> Rule:
     """Rule `ab,ab->` of a norm of a difference over all dims; the operands may broadcast."""
-    order = float(call.get("p"))
-    kind = NormKind(order, (0,)).reductions[0]
-    shape = torch.broadcast_shapes(*(meta.shape for meta in call.operands))
-    factors = dim_factors(len(shape))
-    names = [f for dim in factors for f in dim]
-    operands = tuple(align_factors(meta.shape, shape, factors) for meta in call.operands)
-    if kind is None:
-        return Rule(operands, ((),), unsharded=frozenset(names))
-    is_extreme = kind in ("max", "min")
-    all_dims = tuple(tuple(range(meta.ndim)) for meta in call.operands)
-    return Rule(
-        operands,
-        ((),),
-        tuple((f, kind) for f in names),
-        no_grad=frozenset(names if is_extreme else ()),
-        local=NeutralIfEmpty(kind, all_dims, non_negative=True) if is_extreme else None,
-    )
+    return _norm_of_difference(call, max(meta.ndim for meta in call.operands), keepdim=False)
 
 
 def pairwise_distance(call: OpCall) -> Rule:
     """Rule `ab,ab->a` of a norm of a difference over the last dim; operands may broadcast."""
-    order = float(call.get("p"))
-    kind = NormKind(order, (0,)).reductions[0]
+    return _norm_of_difference(call, 1, keepdim=call.get("keepdim"))
+
+
+def _norm_of_difference(call: OpCall, count: int, *, keepdim: bool) -> Rule:
+    """Return the rule of a norm over the last `count` dims of a difference."""
+    kind = NormKind(float(call.get("p")), (0,)).reductions[0]
     shape = torch.broadcast_shapes(*(meta.shape for meta in call.operands))
-    factors, last = dim_factors(len(shape)), len(shape) - 1
+    factors, kept = dim_factors(len(shape)), len(shape) - count
     operands = tuple(align_factors(meta.shape, shape, factors) for meta in call.operands)
-    result = (*factors[:-1], ()) if call.get("keepdim") else factors[:-1]
-    name = factors[last][0]
+    result = (*factors[:kept], *[()] * (count if keepdim else 0))
+    names = frozenset(f for dim in factors[kept:] for f in dim)
     if kind is None:
-        return Rule(operands, (result,), unsharded=frozenset({name}))
-    is_extreme, lasts = kind in ("max", "min"), tuple((m.ndim - 1,) for m in call.operands)
+        return Rule(operands, (result,), unsharded=names)
+    is_extreme = kind in ("max", "min")
+    dims = tuple(tuple(range(m.ndim))[-count:] for m in call.operands)
     return Rule(
         operands,
         (result,),
-        ((name, kind),),
-        no_grad=frozenset({name} if is_extreme else ()),
-        local=NeutralIfEmpty(kind, lasts, non_negative=True) if is_extreme else None,
+        tuple((f, kind) for dim in factors[kept:] for f in dim),
+        no_grad=names if is_extreme else frozenset(),
+        local=NeutralIfEmpty(kind, dims, non_negative=True) if is_extreme else None,
     )
 
 
