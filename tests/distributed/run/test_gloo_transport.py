@@ -106,6 +106,7 @@ def catalogue(mesh: Mesh, dtype: torch.dtype) -> list[Program]:
     return programs
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_every_step_in_every_dtype(mesh: Mesh) -> None:
     cases = []

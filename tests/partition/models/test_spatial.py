@@ -57,7 +57,11 @@ def check_model(model: Any, x: torch.Tensor, spec: Spec) -> PartitionedCall:
     return part.trace(dict(model.state_dict(keep_vars=True)), x)
 
 
-@pytest.mark.parametrize("sizes", [None, {2: (9, 7), 3: (3, 9)}], ids=["even", "uneven"])
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param(None, marks=pytest.mark.slow), {2: (9, 7), 3: (3, 9)}],
+    ids=["even", "uneven"],
+)
 def test_unet_sends_halos_and_reductions(sizes: Any) -> None:
     """Every activation stays sharded in space; nothing is gathered."""
     x = image(16, 12)

@@ -6,7 +6,7 @@ import importlib
 import re
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -155,11 +155,11 @@ def started(x: torch.Tensor) -> torch.Tensor:
 BODIES = [tree, places, extremes, ragged, several, started]
 
 
-def run_bodies(at: int) -> list[Any]:
+def run_bodies(at: int, backends: Sequence[str]) -> list[Any]:
     fs.init(MESH)
     x = random_global((4, 3), F64, dist.get_rank()) / 4
     results = []
-    for backend in (None, *BACKENDS):
+    for backend in (None, *backends):
         output = BODIES[at] if backend is None else compiled(BODIES[at], backend)
         f = fs.shard_map(output, mesh=MESH, in_specs=P("i"), out_specs=P("i"), check=False)
         leaf = x.clone().requires_grad_()
@@ -168,9 +168,12 @@ def run_bodies(at: int) -> list[Any]:
     return results
 
 
+@pytest.mark.parametrize(
+    "backends", [BACKENDS[:1], pytest.param(BACKENDS[1:], marks=pytest.mark.slow)], ids=str
+)
 @pytest.mark.parametrize("at", range(len(BODIES)), ids=lambda at: BODIES[at].__name__)
-def test_compiled_bodies_in_a_shard_map(at: int) -> None:
-    for eager, *rest in run_ranks(2, run_bodies, at):
+def test_compiled_bodies_in_a_shard_map(at: int, backends: list[str]) -> None:
+    for eager, *rest in run_ranks(2, run_bodies, at, backends):
         for item in rest:
             torch.testing.assert_close(item, eager)
 
