@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from fshard._torch.dynamo import without_compiler
+from fshard._torch.fake_tensors import is_recording_below_autograd
 from fshard._torch.forward_level import share_forward_level
 from fshard._torch.functorch import forward_ad_level
 from fshard._torch.memory import lazy_clone
@@ -156,6 +157,7 @@ class SimulatedWorld:
         self.interrupted = False
         self.ending = threading.Lock()
         self.outer_forward_level = forward_ad_level()
+        self.is_recorded = is_recording_below_autograd()
         self.end_forward_level: Callable[[], None] | None = None
 
     @property
@@ -278,6 +280,10 @@ class SimulatedWorld:
 
     def share_forward_level(self) -> None:
         """Let all ranks use the level of forward mode that the running rank has entered."""
+        if not self.is_recorded and is_recording_below_autograd():
+            rule = "ranks must not take turns while one of them records a graph"
+            fix = "torch.func.jvp(f, (x,), (t,)) in the body, or linearize around the call"
+            fail("a collective in a simulation", "linearize or make_fx in the body", rule, fix)
         if forward_ad_level() > self.outer_forward_level and self.end_forward_level is None:
             self.end_forward_level = share_forward_level()
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+import fshard as fs
+from fshard import P
 from tests.helpers.spmd.derivatives.recorded_cases import (
     CASES,
     derivative_problems,
@@ -21,6 +24,12 @@ def test_graphs_are_the_functions_of_all_ranks(name: str) -> None:
 
 def test_linearized_functions_are_derivatives() -> None:
     assert [text for name, case in CASES.items() for text in linear_problems(name, case)] == []
+
+
+def test_graphs_within_simulated_ranks_are_refused() -> None:
+    body = lambda x: torch.func.linearize(lambda x: fs.psum(x.sin(), "x"), x)[1](x)  # noqa: E731
+    with pytest.raises(fs.ShardingError, match=r"torch.func.jvp\(f, \(x,\), \(t,\)\) in the body"):
+        fs.shard_map(body, mesh=fs.Mesh(x=2), in_specs=P("x"), out_specs=P())(torch.ones(2))
 
 
 def test_linearized_functions_have_derivatives() -> None:
