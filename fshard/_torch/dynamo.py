@@ -23,6 +23,8 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
+from fshard._util.tracebacks import hiding_frames
+
 __all__ = [
     "PytreeNode", "call_in_graph", "call_while_tracing", "compiled_functions_inlined",
     "compiler_of", "end_graph",
@@ -66,6 +68,10 @@ def run_uncompiled(fn: F) -> F:
     fn._torchdynamo_orig_callable = entry  # type: ignore[attr-defined]
     fn._torchdynamo_wrapper_id = id(fn)  # type: ignore[attr-defined]
     return fn
+
+
+# Wrappers of backward passes, which autograd calls from outside of any call here, share their code.
+run_uncompiled(hiding_frames(lambda: None))
 
 
 def skip_frames_below(reason: str) -> Callable[[F], F]:

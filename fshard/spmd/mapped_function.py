@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fshard._torch.checkpointing import checkpoint_form
-from fshard._torch.dynamo import compiler_of, run_uncompiled
+from fshard._torch.dynamo import compiler_of, run_uncompiled, skip_frames_below
 from fshard._torch.fake_tensors import is_recording_below_autograd
 from fshard._torch.functorch import is_transformed
 from fshard._torch.symbolic_numbers import has_symbolic_sizes
@@ -73,6 +73,7 @@ TENSOR = object()
 """Stands for a tensor among the leaves of a rank's result."""
 
 
+@skip_frames_below("functions are mapped outside of graphs, which contain their calls")
 def map_function(
     fn: Callable[..., Any] | None,
     where: str,
@@ -111,8 +112,7 @@ def map_function(
             raise
 
     in_graph = traceable(function, uncompiled=call)
-    # Without the attributes of a module.
-    return functools.update_wrapper(call, fn, updated=())
+    return functools.update_wrapper(call, fn, updated=())  # without a module's attributes
 
 
 @dataclass(slots=True, eq=False)

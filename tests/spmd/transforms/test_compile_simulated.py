@@ -54,6 +54,20 @@ def test_mapped_function_is_one_graph_break(check: bool | str, counters: Any) ->
     assert counters["frames"]["total"] == 2  # `around` before the call, and after it
 
 
+def test_backward_passes_of_a_compiled_transform_run_uncompiled(counters: Any) -> None:
+    gradient = torch.func.grad(mapped(lambda x, w: layer(x, w).square().sum()), 1)
+    for fn, w in (
+        (gradient, W),
+        (torch.func.vmap(gradient, (None, 0)), torch.stack([W, 2 * W])),
+    ):
+        torch.testing.assert_close(torch.compile(fn, backend="eager")(X, w), fn(X, w))
+
+
+def test_compiled_functions_may_map_functions(counters: Any) -> None:
+    around = lambda w: 2 * mapped(layer)(X, w)  # noqa: E731
+    torch.testing.assert_close(torch.compile(around, backend="eager")(W), around(W))
+
+
 @pytest.mark.parametrize("check", [True, False])
 @pytest.mark.parametrize("fullgraph", [True, False])
 def test_compiled_body_runs_uncompiled(check: bool, fullgraph: bool, counters: Any) -> None:
