@@ -485,9 +485,7 @@ def as_mesh(mesh: object, where: str) -> Mesh:
 
 def read_device_mesh(value: Any) -> Any:
     """Return the mesh of a `DeviceMesh`; other values as they are."""
-    if isinstance(value, Mesh) or not hasattr(value, "mesh_dim_names"):
-        return value
-    return Mesh.from_device_mesh(value)
+    return Mesh.from_device_mesh(value) if hasattr(type(value), "mesh_dim_names") else value
 
 
 @Hook
