@@ -156,8 +156,7 @@ class SimulatedWorld:
         self.caller = rank if isinstance(rank, SimulatedRank) else None
         self.interrupted = False
         self.ending = threading.Lock()
-        self.outer_forward_level = forward_ad_level()
-        self.is_recorded = is_recording_below_autograd()
+        self.outer_forward_level, self.is_traced = forward_ad_level(), is_recording_below_autograd()
         self.end_forward_level: Callable[[], None] | None = None
 
     @property
@@ -280,7 +279,7 @@ class SimulatedWorld:
 
     def share_forward_level(self) -> None:
         """Let all ranks use the level of forward mode that the running rank has entered."""
-        if not self.is_recorded and is_recording_below_autograd():
+        if not self.is_traced and is_recording_below_autograd():
             rule = "ranks must not take turns while one of them records a graph"
             fix = "torch.func.jvp(f, (x,), (t,)) in the body, or linearize around the call"
             fail("a collective in a simulation", "linearize or make_fx in the body", rule, fix)
