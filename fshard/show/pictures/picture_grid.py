@@ -111,14 +111,16 @@ def segments(spec: Spec, dim: int, most: int) -> tuple[Segment, ...]:
     """
     axes, sizes = spec.partition.dims[dim], spec.shard_sizes(dim)
     starts = itertools.accumulate(sizes, initial=0)
-    filled = [(index, start, size) for index, (start, size) in
-              enumerate(zip(starts, sizes, strict=False)) if size]  # fmt: skip
-    shown = filled if len(filled) <= most else [*filled[: most - 2], filled[-1]]
-    result = []
+    filled = ((index, start, size) for index, (start, size) in
+              enumerate(zip(starts, sizes, strict=False)) if size)  # fmt: skip
+    shown, result = [*itertools.islice(filled, most + 1)], []
+    if is_cut := len(shown) > most:  # shards after the last one that is shown are empty
+        last = next(i for i in reversed(range(len(sizes))) if sizes[i])
+        shown = [*shown[: most - 2], (last, spec.shape[dim] - sizes[last], sizes[last])]
     for index, start, size in shown:
         coords = coords_texts(index_coords(spec.mesh, axes, index))
         result.append(Segment(index, coords, f"{start}:{start + size}", size))
-    if len(shown) < len(filled):
+    if is_cut:
         result.insert(-1, Segment(None, ("",) * len(axes), "…", 0))
     return tuple(result)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from fshard._util.text import WIDTH
 from fshard.program.cost.model import copy_passes, step_parts
+from fshard.program.cost.rank_loads import union_ranks
 from fshard.program.cost.topology import Topology
 from fshard.program.cost.traffic import max_local_nbytes, traffic
 from fshard.program.program import Program, wire_specs
@@ -74,10 +75,9 @@ class ProgramPicture(Picture):
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks of the matrix: all, or the first ones and the last."""
-        meshes = self.prog.src.mesh, self.prog.dst.mesh
-        ranks = sorted({rank for mesh in meshes for rank in mesh.ranks})
-        shown = ranks if len(ranks) <= MAX_MATRIX else [*ranks[: MAX_MATRIX - 1], ranks[-1]]
-        return tuple(shown)
+        ranks = union_ranks((self.prog.src.mesh, self.prog.dst.mesh))
+        few = len(ranks) <= MAX_MATRIX
+        return tuple(ranks) if few else (*ranks[: MAX_MATRIX - 1], ranks[-1])
 
     @property
     def transfers(self) -> Transfers:
@@ -94,7 +94,7 @@ class ProgramPicture(Picture):
 
     @property
     def _count(self) -> int:
-        return len({*self.prog.src.mesh.ranks, *self.prog.dst.mesh.ranks})
+        return len(union_ranks((self.prog.src.mesh, self.prog.dst.mesh)))
 
     def plot(self, axes: Any = None) -> Any:
         """Draw the timeline with matplotlib and return its `Axes`."""
