@@ -126,7 +126,9 @@ def shard_map(
     is compiled for these specs: `fs.reshard(pair, fs.P(...))` needs none, and
     `torch.compiler.disable` is for a function that makes a program for each size.
 
-    Graphs that `make_fx` records have functional collectives, in the same way.
+    Graphs that `make_fx` records have functional collectives, in the same way. Simulated ranks
+    refuse collectives in a graph that their body records, as by `torch.func.linearize`:
+    `torch.func.jvp` needs none.
 
     Semantics after `jax.shard_map` (JAX 0.11).
 
