@@ -8,6 +8,7 @@ from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
+import torch.autograd.profiler as _profiler
 from torch.autograd.function import BackwardCFunction
 from torch.nn.modules._functions import BackwardHookFunction
 
@@ -28,9 +29,6 @@ keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_kee
 
 sequence_number: Callable[[Any], int] = methodcaller("_sequence_nr")
 """Number of a node in the order of recording; of those that can run, the last one runs first."""
-
-is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
-"""Return True while a profiler records this thread."""
 
 is_view: Callable[[torch.Tensor], bool] = torch.Tensor._is_view
 view_base: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
@@ -139,3 +137,11 @@ def _collect_nodes(ys: Iterable[torch.Tensor], seen: set[Any]) -> list[Any]:
                 nodes.append(node)
                 todo += [following for following, _ in node.next_functions]
     return nodes
+
+
+def is_profiling() -> bool:
+    """Return True while a profiler records, in this thread or in others.
+
+    One with `profile_all_threads` does not tell threads by `_profiler_enabled`.
+    """
+    return bool(_profiler._is_profiler_enabled)

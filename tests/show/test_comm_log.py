@@ -395,6 +395,17 @@ def test_a_profiler_shows_calls() -> None:
     assert "the program to f32[8]" in {event.name for event in profile.events()}
 
 
+def test_a_profiler_of_all_threads_shows_calls_in_simulated_bodies() -> None:
+    mapped = fs.shard_map(
+        lambda x: fs.psum(x, "x"), mesh=fs.Mesh(x=2), in_specs=P("x"), out_specs=P()
+    )
+    config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, experimental_config=config) as profile:
+        mapped(torch.ones(8))
+    assert "fs.psum" in {event.name for event in profile.events()}
+
+
 def test_log_as_html() -> None:
     log = example()
     bundle = log._repr_mimebundle_()
