@@ -57,6 +57,8 @@ class _Stopped(BaseException):
     """Ends a rank's thread after another rank failed; never reaches users."""
 
 
+SIGNAL_SECONDS = 0.5
+"""Longest wait of a call for its ranks at once: Python sees a signal from just before only then."""
 STOP_SECONDS = 1.0
 """Time for the ranks to end after Ctrl-C, before they are abandoned."""
 
@@ -180,7 +182,8 @@ class SimulatedWorld:
                 self.caller.inner = self
             with without_compiler():
                 self.order[0].gate.release()
-                self.ended.acquire()
+                while not self.ended.acquire(timeout=SIGNAL_SECONDS):
+                    pass
         except BaseException as interrupt:
             self._stop(interrupt)
             raise
