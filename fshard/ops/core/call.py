@@ -121,7 +121,7 @@ SIZED_CALLS = {
     "_ctc_loss": "the loss in a fs.shard_map over the batch, within the function",
     "linalg_lstsq": "torch.linalg.pinv(a) @ b",
 }
-"""Calls with a stated size, by the operation whose size depends on values."""
+"""Calls whose sizes are known, by the operation whose size depends on values."""
 CREATED_BY = {
     **{name: f"fs.{name}(spec) creates a pair" for name in ("zeros", "ones", "empty", "eye")},
     "empty_strided": "fs.empty(spec) creates a pair",

@@ -57,14 +57,11 @@ class _Stopped(BaseException):
     """Ends a rank's thread after another rank failed; never reaches users."""
 
 
-SIGNAL_SECONDS = 0.5
-"""Longest wait of a call for its ranks at once: Python sees a signal from just before only then."""
 STOP_SECONDS = 1.0
-"""Time for the ranks to end after Ctrl-C, before they are abandoned."""
-
+"""Time for ranks to end after Ctrl-C. A call also waits for them for as long, and then again:
+after a wait Python sees signals from just before it."""
 
 # -- rendezvous -----------------------------------------------------------------------
-
 
 Splits = tuple[tuple[int, ...], tuple[int, ...]] | None
 """Elements that a rank of an all-to-all sends to and receives from each rank of its group."""
@@ -182,7 +179,7 @@ class SimulatedWorld:
                 self.caller.inner = self
             with without_compiler():
                 self.order[0].gate.release()
-                while not self.ended.acquire(timeout=SIGNAL_SECONDS):
+                while not self.ended.acquire(timeout=STOP_SECONDS):
                     pass
         except BaseException as interrupt:
             self._stop(interrupt)
