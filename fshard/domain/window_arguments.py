@@ -73,6 +73,15 @@ def channel_problems(x: Any, weight: Any, n: int, groups: Any, transposed: bool)
     return problems
 
 
+def convolution_problems(
+    x: Any, weight: Any, n: int, stride: Any, padding: Any, dilation: Any, groups: Any
+) -> list[Problem]:
+    """Return the problems of a convolution's channels, or without one those of its windows."""
+    return channel_problems(x, weight, n, groups, False) or window_problems(
+        x, n, weight.shape[2:], stride, padding, dilation
+    )
+
+
 def word_problems(words: Sequence[str], **values: Any) -> list[Problem]:
     """Return the problems of arguments that are not among `words`."""
     return [

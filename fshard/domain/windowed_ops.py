@@ -8,12 +8,18 @@ result is on the rank that has the middle of its window. Gradients add up where 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
 
 from fshard._util.errors import Problem, raise_if
-from fshard.domain.window_arguments import channel_problems, window_problems, word_problems
+from fshard.domain.window_arguments import (
+    channel_problems,
+    convolution_problems,
+    window_problems,
+    word_problems,
+)
 from fshard.partition.apply import on_pairs
 
 Ints = int | Sequence[int]
@@ -87,8 +93,9 @@ def _convolution(n: int) -> Callable[..., Any]:
         dilation: Ints = 1, groups: int = 1,
     ) -> Any:  # fmt: skip
         sizes = map(_listed, (stride, padding, dilation))
-        problems = lambda: channel_problems(input, weight, n, groups, False) or window_problems(  # noqa: E731
-            input, n, weight.shape[2:], stride, padding, dilation)  # fmt: skip
+        problems = partial(
+            convolution_problems, input, weight, n, stride, padding, dilation, groups
+        )
         return _run(f"conv{n}d", problems, input, weight, bias, *sizes, groups)
 
     return _named(conv, f"conv{n}d", n, CONVOLUTION)
@@ -133,7 +140,7 @@ def _transposed(n: int) -> Callable[..., Any]:
         output_padding: Ints = 0, groups: int = 1, dilation: Ints = 1,
     ) -> Any:  # fmt: skip
         sizes = map(_listed, (stride, padding, output_padding))
-        problems = lambda: channel_problems(input, weight, n, groups, True)  # noqa: E731
+        problems = partial(channel_problems, input, weight, n, groups, True)
         return _run(f"conv_transpose{n}d", problems, input, weight, bias, *sizes, groups,
                     _listed(dilation))  # fmt: skip
 
@@ -179,7 +186,7 @@ def _average(n: int) -> Callable[..., Any]:
         input: Any, kernel_size: Ints, stride: Ints | None = None, padding: Ints = 0,
         ceil_mode: bool = False, count_include_pad: bool = True, **divisor: int,
     ) -> Any:  # fmt: skip
-        problems = lambda: window_problems(input, n, kernel_size, stride, padding, pools=True)  # noqa: E731
+        problems = partial(window_problems, input, n, kernel_size, stride, padding, pools=True)
         return _run(f"avg_pool{n}d", problems, input, kernel_size, stride, padding, ceil_mode,
                     count_include_pad, **divisor)  # fmt: skip
 
@@ -222,8 +229,8 @@ def _maximum(n: int) -> Callable[..., Any]:
         input: Any, kernel_size: Ints, stride: Ints | None = None, padding: Ints = 0,
         dilation: Ints = 1, ceil_mode: bool = False, return_indices: bool = False,
     ) -> Any:  # fmt: skip
-        problems = lambda: window_problems(input, n, kernel_size, stride, padding, dilation,  # noqa: E731
-                                           pools=True)  # fmt: skip
+        problems = partial(window_problems, input, n, kernel_size, stride, padding, dilation,
+                           pools=True)  # fmt: skip
         return _run(f"max_pool{n}d", problems, input, kernel_size, stride, padding, dilation,
                     ceil_mode=ceil_mode, return_indices=return_indices)  # fmt: skip
 
@@ -345,7 +352,7 @@ def interpolate(
     >>> y.spec, torch.allclose(fs.unshard(y), full, atol=1e-5)
     (f32[1,2,12@h,12], True)
     """
-    problems = lambda: word_problems(INTERPOLATIONS, mode=mode)  # noqa: E731
+    problems = partial(word_problems, INTERPOLATIONS, mode=mode)
     return _run("interpolate", problems, input, size, scale_factor, mode, align_corners,
                 recompute_scale_factor, antialias)  # fmt: skip
 
@@ -373,7 +380,7 @@ def pad(input: Any, pad: Sequence[int], mode: str = "constant", value: float | N
     >>> y.spec, y.local[0][0, 0]
     (f32[1,1,11@h:chunk], tensor([6., 7., 0., 1., 2., 3.]))
     """
-    problems = lambda: word_problems(PADDINGS, mode=mode)  # noqa: E731
+    problems = partial(word_problems, PADDINGS, mode=mode)
     return _run("pad", problems, input, pad, mode, value)
 
 
@@ -404,7 +411,7 @@ def unfold(
     >>> y.spec, torch.equal(fs.unshard(y), torch.nn.functional.unfold(x, 3, padding=1))
     (f32[1,18,32@h], True)
     """
-    problems = lambda: window_problems(input, 2, kernel_size, stride, padding, dilation)  # noqa: E731
+    problems = partial(window_problems, input, 2, kernel_size, stride, padding, dilation)
     return _run("unfold", problems, input, kernel_size, dilation, padding, stride)
 
 

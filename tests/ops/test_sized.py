@@ -246,7 +246,7 @@ DYNAMIC: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 @pytest.mark.parametrize("name", SIZED_CALLS)
 def test_refused_operations_name_another_form(name: str) -> None:
-    """That form runs in the partitioned function, and equals the operation."""
+    """A partitioned function with the other form returns what the operation does."""
     dynamic, sized = DYNAMIC[name]
     x = matrix()
     with pytest.raises(ShardingError) as error:

@@ -24,7 +24,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -60,11 +59,10 @@ from fshard.run.transports.rank_status import (
     stuck_ranks,
 )
 from fshard.run.transports.rank_threads import start_waiting
-from fshard.run.transports.torch_distributed import BLOCKING, ProcessWorld
+from fshard.run.transports.torch_distributed import BLOCKING, DEFAULT_TIMEOUT, ProcessWorld
 
 T = TypeVar("T")
 
-DEFAULT_TIMEOUT = timedelta(minutes=10)
 PATIENCE = 1.0
 """Seconds that ranks may be late for a collective in which others differ already."""
 PAUSES = (0.0,) * 20 + (0.001,) * 100

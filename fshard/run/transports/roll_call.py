@@ -14,7 +14,6 @@ import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import NoReturn
 from weakref import WeakKeyDictionary
 
@@ -22,9 +21,8 @@ from fshard._util.errors import fail
 from fshard.layout.mesh import Mesh
 from fshard.run.transports.base import is_simulated, own_transport
 from fshard.run.transports.process_end import Listener, ProcessWatch
-from fshard.run.transports.torch_distributed import ProcessWorld
+from fshard.run.transports.torch_distributed import DEFAULT_TIMEOUT, ProcessWorld
 
-DEFAULT_TIMEOUT = timedelta(minutes=10)
 PASSED = "passed"
 """Kind of place of a rank that takes no part in its roll call."""
 PAUSE = 0.001

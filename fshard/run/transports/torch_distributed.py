@@ -67,6 +67,8 @@ T = TypeVar("T")
 OPS: Any = torch.ops._c10d_functional
 INIT_TIMEOUT = timedelta(minutes=30)
 """Time that `fs.init` waits for other ranks by default, as PyTorch does."""
+DEFAULT_TIMEOUT = timedelta(minutes=10)
+"""Time that checks wait for other ranks if `fs.init` has none."""
 EXIT_SECONDS = 1.0
 """Time for abandoned collectives to end before the process does."""
 
