@@ -72,7 +72,8 @@ def calibrate(
     apart from its round needs a mesh of at least 3 ranks. The overlap is the time that a reduction
     over all ranks and products hide of each other when they run together, as a share of the shorter
     one: little where ranks share cores. On GPUs NCCL is measured, with some 1.5
-    GiB of memory on each. Nothing else must run on the devices or links.
+    GiB of memory on each. Nothing else must run on the devices or links. Bind processes that share
+    CPU cores to them, as `mpirun --bind-to core` does: times change by half where they wander.
 
     Args:
         mesh: the mesh whose axes are measured; other axes get the slowest of its links.
@@ -241,21 +242,29 @@ def _overlap(
 
 
 def _samples(world: ProcessWorld, mesh: Mesh, axes: Sequence[str], seconds: float) -> list[Sample]:
-    """Time collectives of growing sizes in all groups at once, in rounds, for some seconds."""
-    remaining, samples = seconds, list[Sample]()
+    """Time collectives of growing sizes in all groups at once, for some seconds.
+
+    All sizes take turns in each round, so that a machine that is slower for a while slows all.
+    """
+    ranks, remaining = tuple(mesh.ranks), seconds
     groups = {name: mesh.group(world.rank, name.split(JOIN)) for name in _names(axes)}
+    if not groups:
+        return []
+    chosen, first = list[_Run](), list[float]()
     for size in SIZES:
         runs = [run for name, group in groups.items() for run in _runs(world, group, name, size)]
-        if not runs:
-            break
-        times = _typical(world, tuple(mesh.ranks), [run.call for run in runs])
-        samples += [Sample(run.group, run.exchange, run.traffic, t)
-                    for run, t in zip(runs, times, strict=True)]  # fmt: skip
-        remaining -= _spent(times)
         # Durations are equal on all ranks, so that all end with the same size.
-        if remaining < _spent([SIZES[1] / SIZES[0] * t for t in times]):
+        durations = _slowest(world, ranks, [_seconds(world, run.call, 2) for run in runs])
+        remaining -= _spent(durations)
+        if chosen and remaining < 0:
             break
-    return samples
+        chosen += runs
+        first += durations
+    times = _medians(world, ranks, [run.call for run in chosen], first)
+    return [
+        Sample(run.group, run.exchange, run.traffic, duration)
+        for run, duration in zip(chosen, times, strict=True)
+    ]
 
 
 def _runs(world: ProcessWorld, group: Group, name: str, size: int) -> list[_Run]:
@@ -345,6 +354,13 @@ def _typical(
 ) -> list[float]:
     """Return each call's seconds on the slowest of `ranks`: the median of several rounds."""
     first = _slowest(world, ranks, [_seconds(world, run, 2) for run in runs])
+    return _medians(world, ranks, runs, first)
+
+
+def _medians(
+    world: ProcessWorld, ranks: Group, runs: Sequence[Callable[[], object]], first: Sequence[float]
+) -> list[float]:
+    """Return `_typical`'s seconds of calls that took about the seconds of `first`."""
     calls = [max(1, min(MAX_CALLS, int(BATCH / max(seconds, 1e-9)))) for seconds in first]
     times = [
         _seconds(world, run, n) for _ in range(REPEATS) for run, n in zip(runs, calls, strict=True)

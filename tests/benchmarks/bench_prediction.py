@@ -4,13 +4,17 @@
 program and every step with them, and then measures them. It prints a row for each, the median of
 the relative errors, and how often the order of alternatives is predicted: programs between the same
 layouts, and layouts of the same step, among pairs whose measured times differ by more than 20 %.
-Times are medians over rounds of the slowest rank. Nothing else must run.
+Times are medians over rounds of the slowest rank. Each rank is bound to a core, as by
+`mpirun --bind-to core`: where they wander, the times of one program differ by half from run to run.
+Nothing else must run.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import os
+import random
 import statistics
 import sys
 import time
@@ -25,7 +29,7 @@ from fshard import Mesh, P, Spec
 from fshard.show.table import Column, Table
 from tests.helpers.gloo.harness import close_all, run_ranks
 
-RANKS, ROUNDS, SECONDS = 4, 9, 0.02
+RANKS, ROUNDS, SECONDS = 4, 15, 0.02
 LINE, GRID = Mesh(x=4), Mesh(x=2, y=2)
 SIDES = (64, 512, 1024, 2048)
 EXCLUDED: Sequence[tuple[type[fs.Step], ...]] = (
@@ -104,23 +108,36 @@ def timed(runs: Sequence[Callable[[], object]]) -> list[list[float]]:
         run()
         spent = torch.tensor(time.perf_counter() - start)
         dist.all_reduce(spent, dist.ReduceOp.MAX)
-        repeats.append(max(1, min(16, int(SECONDS / float(spent)))))
+        repeats.append(max(1, min(64, int(SECONDS / float(spent)))))
     rounds: list[list[float]] = []
+    order, shuffled = list(range(len(runs))), random.Random(0)
     for _ in range(ROUNDS):
-        row = []
-        for run, count in zip(runs, repeats, strict=True):
+        row = [0.0] * len(runs)
+        # In one order, the calls after a large one would be slower in every round.
+        shuffled.shuffle(order)
+        for i in order:
+            runs[i]()
             dist.barrier()
             start = time.perf_counter()
-            for _ in range(count):
-                run()
-            row.append((time.perf_counter() - start) / count)
+            for _ in range(repeats[i]):
+                runs[i]()
+            row[i] = (time.perf_counter() - start) / repeats[i]
         rounds.append(row)
     return rounds
+
+
+def bind_to_core(rank: int) -> None:
+    """Bind all threads of this process, and those that they start, to one of its CPU cores."""
+    cores = sorted(os.sched_getaffinity(0))
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread), {cores[rank % len(cores)]})
 
 
 def measured(kind: str) -> tuple[list[Case], list[list[float]], str]:
     """Return the cases with their predictions, and the times of each round on this rank."""
     mesh = GRID if kind == "programs on 2 x 2" else LINE
+    if hasattr(os, "sched_setaffinity"):
+        bind_to_core(dist.get_rank())
     fs.init(mesh)
     topology = fs.calibrate(mesh, seconds=8.0)
     cases: list[Case] = []
@@ -179,8 +196,9 @@ def summary(kind: str, errors: Sequence[float], right: int, count: int) -> None:
 def main() -> None:
     """Print the tables of all kinds."""
     results = [report(kind) for kind in ("programs on 4", "programs on 2 x 2", "steps")]
-    both = [*zip(*results[:2], strict=True)]
-    summary("programs", [*itertools.chain(*both[0])], sum(both[1]), sum(both[2]))
+    for title, kinds in (("programs", results[:2]), ("programs and steps", results)):
+        errors, right, counts = zip(*kinds, strict=True)
+        summary(title, [*itertools.chain(*errors)], sum(right), sum(counts))
 
 
 if __name__ == "__main__":
