@@ -8,7 +8,7 @@ result is on the rank that has the middle of its window. Gradients add up where 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch.nn.functional as F
@@ -35,11 +35,17 @@ def _run(name: str, problems: Problems, *args: Any, **kwargs: Any) -> Any:
     A call that is refused names the `problems` of its arguments.
     """
     try:
-        return on_pairs(getattr(F, name), mode="auto")(*args, **kwargs)
+        return _on_pairs(name)(*args, **kwargs)
     except Exception as error:  # noqa: BLE001 - it is raised again
         refusal = error
     raise_if(f"fs.domain.{name}", list(dict.fromkeys(problems())))
     raise refusal
+
+
+@cache
+def _on_pairs(name: str) -> Callable[..., Any]:
+    """Return a function of `torch.nn.functional` as one of pairs."""
+    return on_pairs(getattr(F, name), mode="auto")
 
 
 def _listed(values: Any) -> Any:

@@ -23,6 +23,7 @@ from fshard.ops.strategy.local_call import LocalCall, flat, run_local, static_ca
 from fshard.ops.strategy.strategy import Strategy
 from fshard.program.program import Program
 from fshard.run.creation import rank_on_mesh
+from fshard.run.execute import run_programs
 
 CONSTANTS = frozenset(
     (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.memory_format)
@@ -117,10 +118,7 @@ class RepeatedPlan(NamedTuple):
             self.static[rank] = static_call(strategy, rank, self.args, self.kwargs)
         found = self.static[rank]
         op, placed, named = found or (None, self.args, self.kwargs)
-        locals_ = [
-            tensor if program is None else program(tensor)
-            for tensor, program in zip(call.tensors, self.programs, strict=True)
-        ]
+        locals_ = run_programs(self.programs, call.tensors)
         args = [locals_[arg.number] if type(arg) is TensorPlace else arg for arg in placed]
         kwargs = {
             k: locals_[arg.number] if type(arg) is TensorPlace else arg for k, arg in named.items()

@@ -10,7 +10,7 @@ gradients. After the tracing of JAX and `torch.fx`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -44,6 +44,9 @@ LINEAR_OPS = {
     ATEN.slice_backward.default, ATEN.select_backward.default, ATEN.index_select.default,
 }  # fmt: skip
 """Operations that are linear in their tensor for all other arguments."""
+
+Start = Callable[[torch.Tensor], Generator[None, None, torch.Tensor]]
+"""Function of a generator that launches collectives, and then waits and returns the result."""
 
 TRANSPORT_NAMES = {
     "all_gather_into_tensor": "all_gather",
@@ -216,8 +219,8 @@ class _Compiler:
         group = tuple(dist.get_process_group_ranks(resolve_group(op.args[-1])))
         return lambda error: lost(error, op.label, TRANSPORT_NAMES.get(name, name), group)
 
-    def function(self, ops: Sequence[RecordedOp]) -> TensorFunction:
-        """Return the needed operations as one Python function."""
+    def functions(self, ops: Sequence[RecordedOp]) -> tuple[TensorFunction, Start]:
+        """Return the needed operations as one Python function, and as a generator."""
         for op in ops:
             args = [self.expression(arg) for arg in op.args]
             args += [f"{k}={self.expression(v)}" for k, v in op.kwargs.items() if k != "device"]
@@ -237,11 +240,21 @@ class _Compiler:
             else:
                 self.names |= {id(out): f"{name}[{i}]" for i, out in enumerate(op.out)}
         self.lines.append(f"return {self.tensor(self.y)}")
+        return self.compiled(self.lines), self.compiled(self.lines_of_start())
+
+    def lines_of_start(self) -> list[str]:
+        """Return the lines of a generator that pauses before it waits for the first time."""
+        waits = [i for i, line in enumerate(self.lines) if line.startswith("try: ")]
+        first = waits[0] if waits else len(self.lines) - 1
+        return [*self.lines[:first], "yield", *self.lines[first:]]
+
+    def compiled(self, lines: Sequence[str]) -> Any:
+        """Return lines as a function of `x`."""
         arguments = ", ".join(["x", *(f"{name}={name}" for name in self.values)])
         # As `dataclasses` does: a loop over the operations would take as long as they do.
-        exec("\n    ".join([f"def replayed({arguments}):", *self.lines]), self.values)
-        function: TensorFunction = self.values["replayed"]
-        return function
+        names = dict(self.values)
+        exec("\n    ".join([f"def replayed({arguments}):", *lines]), names)
+        return names["replayed"]
 
 
 @dataclass(slots=True, eq=False)
@@ -252,6 +265,7 @@ class Recording:
         function: the function that was recorded.
         transpose: its transpose, if it is linear.
         run: the recorded operations.
+        start: the same in two parts, up to the first wait and from there.
         is_linear: whether all operations are.
         is_identity: whether there are none.
         out: a meta tensor like the result.
@@ -260,6 +274,7 @@ class Recording:
     function: TensorFunction
     transpose: TensorFunction
     run: TensorFunction
+    start: Start
     is_linear: bool
     is_identity: bool
     out: torch.Tensor
@@ -341,7 +356,7 @@ def record(
     return Recording(
         function,
         transpose,
-        compiler.function(needed),
+        *compiler.functions(needed),
         is_linear=all(op.is_linear for op in needed),
         is_identity=not needed and y.shape == like.shape,
         out=torch.empty(y.shape, dtype=y.dtype, device="meta"),
@@ -365,13 +380,84 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
-        transposed = ctx.recording.T
-        plain = type(grad) is torch.Tensor and not is_legacy_batched(grad)
-        if direct_transport() is None or not plain:
-            with backward_phase():
-                return None, transposed.function(grad)
-        if not transposed.is_identity:
-            grad = materialized(grad)  # as when it was recorded
-        if torch.is_grad_enabled() and grad.requires_grad:
-            return None, replay(transposed, grad)
-        return None, transposed.run(grad)
+        return None, finished(_transposed(ctx.recording, grad))
+
+
+def _transposed(
+    recording: Recording, grad: torch.Tensor
+) -> torch.Tensor | Generator[None, None, torch.Tensor]:
+    """Return the transpose of a cotangent, or a generator that has it under way."""
+    transposed = recording.T
+    plain = type(grad) is torch.Tensor and not is_legacy_batched(grad)
+    if direct_transport() is None or not plain:
+        with backward_phase():
+            return transposed.function(grad)
+    if not transposed.is_identity:
+        grad = materialized(grad)  # as when it was recorded
+    if torch.is_grad_enabled() and grad.requires_grad:
+        return replay(transposed, grad)
+    running = transposed.start(grad)
+    next(running)
+    return running
+
+
+def finished(running: torch.Tensor | Generator[None, None, torch.Tensor]) -> torch.Tensor:
+    """Return the result of what `_transposed` returns."""
+    if isinstance(running, torch.Tensor):
+        return running
+    try:
+        next(running)
+    except StopIteration as end:
+        result: torch.Tensor = end.value
+        return result
+    raise AssertionError
+
+
+class Flight:
+    """Transpose of an identity that is under way between two nodes of a backward pass.
+
+    Autograd runs the node that was created last first. What is applied between the two is
+    transposed while the collectives of this one run.
+    """
+
+    __slots__ = ("recording", "running")
+
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
+
+    def arrive(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `x`; backward, wait for the transpose."""
+        return _Arrival.apply(self, x)  # type: ignore[no-any-return, no-untyped-call]
+
+    def depart(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `x`; backward, launch the transpose."""
+        return _Departure.apply(self, x)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Arrival(torch.autograd.Function):
+    """Identity, whose backward waits for the transpose of a flight."""
+
+    @staticmethod
+    def forward(ctx: Any, flight: Flight, x: torch.Tensor) -> torch.Tensor:
+        ctx.flight = flight
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[None, torch.Tensor]:
+        running = ctx.flight.running
+        del ctx.flight.running
+        return None, finished(running)
+
+
+class _Departure(torch.autograd.Function):
+    """Identity, whose backward launches the transpose of a flight."""
+
+    @staticmethod
+    def forward(ctx: Any, flight: Flight, x: torch.Tensor) -> torch.Tensor:
+        ctx.flight = flight
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
+        ctx.flight.running = _transposed(ctx.flight.recording, grad)
+        return None, grad

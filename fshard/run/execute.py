@@ -27,7 +27,7 @@ from fshard.run.autograd.linear_function import (
     apply_programs,
     are_linear,
 )
-from fshard.run.capture import Recording, Recordings, record, replay
+from fshard.run.capture import Flight, Recording, Recordings, record, replay
 from fshard.run.graphs.graph_node import graph_node
 from fshard.run.interpreter import launch, program_label, ranks_of
 from fshard.run.transports.base import (
@@ -243,6 +243,27 @@ def _run_local(prog: Program, local: torch.Tensor, async_op: bool) -> Any:
         return Pending(with_label(label, finish)) if async_op else finish()
     finally:
         LABEL.reset(token)
+
+
+def run_programs(progs: Sequence[Program | None], locals_: Sequence[torch.Tensor]) -> list[Any]:
+    """Run programs on this rank's locals; a local without a program stays as it is.
+
+    Backward, the transposes of programs that send nothing forward are under way together, and with
+    those of the others: the sums of weights' gradients while halos are exchanged.
+    """
+    flights, results = dict[int, Flight](), list(locals_)
+    if torch.is_grad_enabled() and len(progs) > progs.count(None) + 1:
+        for i, (prog, x) in enumerate(zip(progs, locals_, strict=True)):
+            recorded = _recording_of(prog, x) if prog is not None and x.requires_grad else None
+            if recorded is not None and recorded.is_identity:
+                flights[i] = Flight(recorded)
+                results[i] = flights[i].arrive(x)
+    for i, prog in enumerate(progs):
+        if prog is not None and i not in flights:
+            results[i] = prog(results[i])
+    for i, flight in flights.items():
+        results[i] = flight.depart(results[i])
+    return results
 
 
 _RECORDINGS = Recordings()
