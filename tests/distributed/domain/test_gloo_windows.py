@@ -66,3 +66,38 @@ def test_four_processes() -> None:
     for errors in run_ranks(4, errors_on_rank):
         assert {*errors} == {*CALLS, "na2d", "UNet"}
         assert max(errors.values()) < 1e-9, errors
+
+
+def repeated_errors_on_rank() -> float:
+    """Return the largest error of a convolution's gradients, of both orders, in repeated calls.
+
+    From the third call on its collectives are replayed, those of its parameters between two nodes.
+    """
+    mesh = Mesh(h=4)
+    fs.init(mesh)
+    spec = Spec(mesh, P(None, None, "h"), shape=(2, 2, 9, 4), dtype=F64, uneven="chunk")
+    x = fs.random.normal(fs.random.key(0), spec.shape, dtype=F64).requires_grad_()
+    weight = fs.random.normal(fs.random.key(1), (3, 2, 3, 3), dtype=F64).requires_grad_()
+    bias = torch.ones(3, dtype=F64, requires_grad=True)
+    inputs = [x, weight, bias]
+
+    def gradients(run: Any) -> list[torch.Tensor]:
+        y = run()
+        first = torch.autograd.grad(y.cos().sum(), inputs, create_graph=True)
+        second = torch.autograd.grad(sum(g.square().sum() for g in first), inputs)
+        (again,) = torch.autograd.grad(run().cos().sum(), [weight])
+        return [y, *first, *second, again]
+
+    errors = [0.0]
+    expected = gradients(lambda: F.conv2d(*inputs, padding=1))
+    for _ in range(5):
+        actual = gradients(
+            lambda: fs.unshard(fs.domain.conv2d(fs.shard(x, spec), weight, bias, padding=1))
+        )
+        errors += [float((a - b).detach().abs().max())
+                   for a, b in zip(actual, expected, strict=True)]  # fmt: skip
+    return max(errors)
+
+
+def test_repeated_convolutions() -> None:
+    assert max(run_ranks(4, repeated_errors_on_rank)) < 1e-10
