@@ -413,8 +413,8 @@ def finished(running: torch.Tensor | Generator[None, None, torch.Tensor]) -> tor
     raise AssertionError
 
 
-class Flight:
-    """Transpose of an identity that is under way between two nodes of a backward pass.
+class PausedTranspose:
+    """Transpose of an identity, launched by one node of a backward pass and waited for by another.
 
     Autograd runs the node that was created last first. What is applied between the two is
     transposed while the collectives of this one run.
@@ -425,39 +425,39 @@ class Flight:
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
 
-    def arrive(self, x: torch.Tensor) -> torch.Tensor:
+    def wait_for(self, x: torch.Tensor) -> torch.Tensor:
         """Return `x`; backward, wait for the transpose."""
-        return _Arrival.apply(self, x)  # type: ignore[no-any-return, no-untyped-call]
+        return _TransposeWait.apply(self, x)  # type: ignore[no-any-return, no-untyped-call]
 
-    def depart(self, x: torch.Tensor) -> torch.Tensor:
+    def launch(self, x: torch.Tensor) -> torch.Tensor:
         """Return `x`; backward, launch the transpose."""
-        return _Departure.apply(self, x)  # type: ignore[no-any-return, no-untyped-call]
+        return _TransposeLaunch.apply(self, x)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _Arrival(torch.autograd.Function):
-    """Identity, whose backward waits for the transpose of a flight."""
+class _TransposeWait(torch.autograd.Function):
+    """Identity, whose backward waits for a paused transpose."""
 
     @staticmethod
-    def forward(ctx: Any, flight: Flight, x: torch.Tensor) -> torch.Tensor:
-        ctx.flight = flight
+    def forward(ctx: Any, paused: PausedTranspose, x: torch.Tensor) -> torch.Tensor:
+        ctx.paused = paused
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> tuple[None, torch.Tensor]:
-        running = ctx.flight.running
-        del ctx.flight.running
+        running = ctx.paused.running
+        del ctx.paused.running
         return None, finished(running)
 
 
-class _Departure(torch.autograd.Function):
-    """Identity, whose backward launches the transpose of a flight."""
+class _TransposeLaunch(torch.autograd.Function):
+    """Identity, whose backward launches a transpose and pauses it."""
 
     @staticmethod
-    def forward(ctx: Any, flight: Flight, x: torch.Tensor) -> torch.Tensor:
-        ctx.flight = flight
+    def forward(ctx: Any, paused: PausedTranspose, x: torch.Tensor) -> torch.Tensor:
+        ctx.paused = paused
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
-        ctx.flight.running = _transposed(ctx.flight.recording, grad)
+        ctx.paused.running = _transposed(ctx.paused.recording, grad)
         return None, grad

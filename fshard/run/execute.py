@@ -27,7 +27,7 @@ from fshard.run.autograd.linear_function import (
     apply_programs,
     are_linear,
 )
-from fshard.run.capture import Flight, Recording, Recordings, record, replay
+from fshard.run.capture import PausedTranspose, Recording, Recordings, record, replay
 from fshard.run.graphs.graph_node import graph_node
 from fshard.run.interpreter import launch, program_label, ranks_of
 from fshard.run.transports.base import (
@@ -251,18 +251,18 @@ def run_programs(progs: Sequence[Program | None], locals_: Sequence[torch.Tensor
     Backward, the transposes of programs that send nothing forward are under way together, and with
     those of the others: the sums of weights' gradients while halos are exchanged.
     """
-    flights, results = dict[int, Flight](), list(locals_)
+    paused, results = dict[int, PausedTranspose](), list(locals_)
     if torch.is_grad_enabled() and len(progs) > progs.count(None) + 1:
         for i, (prog, x) in enumerate(zip(progs, locals_, strict=True)):
             recorded = _recording_of(prog, x) if prog is not None and x.requires_grad else None
             if recorded is not None and recorded.is_identity:
-                flights[i] = Flight(recorded)
-                results[i] = flights[i].arrive(x)
+                paused[i] = PausedTranspose(recorded)
+                results[i] = paused[i].wait_for(x)
     for i, prog in enumerate(progs):
-        if prog is not None and i not in flights:
+        if prog is not None and i not in paused:
             results[i] = prog(results[i])
-    for i, flight in flights.items():
-        results[i] = flight.depart(results[i])
+    for i, transpose in paused.items():
+        results[i] = transpose.launch(results[i])
     return results
 
 
