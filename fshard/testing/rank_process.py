@@ -46,8 +46,9 @@ def answer(request: bytes) -> bytes:
 
 
 def _call(request: bytes) -> Any:
-    """Return the result of one call, with the caller's import path, main module and warnings."""
-    path, main, filters, call = pickle.loads(request)
+    """Return the result of one call, with the caller's directory, imports and warnings."""
+    directory, path, main, filters, call = pickle.loads(request)
+    os.chdir(directory)
     sys.path[:] = path
     prepare(main)  # runs a script under another name, once
     torch.manual_seed(0)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.reduction import recv_handle, send_handle
@@ -51,6 +52,8 @@ class RankServer:
 
     def __init__(self, environment: dict[str, str]) -> None:
         self.environment = environment
+        self.lock = threading.Lock()
+        """Held from a request to its answer."""
         self.log = tempfile.TemporaryFile()  # noqa: SIM115
         self.connection, theirs = Pipe()
         with theirs:
@@ -64,8 +67,9 @@ class RankServer:
     def ask(self, *request: Any) -> Any:
         """Return the server's answer; an ended server's ranks have ended with exit code -9."""
         try:
-            self.connection.send(request)
-            return self.connection.recv()
+            with self.lock:
+                self.connection.send(request)
+                return self.connection.recv()
         except (EOFError, OSError):
             return -signal.SIGKILL
 
@@ -73,12 +77,13 @@ class RankServer:
              init: bool) -> ForkedRank:  # fmt: skip
         """Start a rank that answers on `connection` and writes its output to `log`."""
         try:
-            self.connection.send(("fork", environment, init))
-            for fd in (connection.fileno(), log):
-                send_handle(self.connection, fd, self.process.pid)
-            if not self.connection.poll(START_SECONDS):
-                raise EOFError
-            return ForkedRank(self, self.connection.recv())
+            with self.lock:
+                self.connection.send(("fork", environment, init))
+                for fd in (connection.fileno(), log):
+                    send_handle(self.connection, fd, self.process.pid)
+                if not self.connection.poll(START_SECONDS):
+                    raise EOFError
+                return ForkedRank(self, self.connection.recv())
         except (EOFError, OSError) as error:
             self.log.seek(0)
             raise RuntimeError(f"ranks did not start\n{self.log.read().decode()}") from error
@@ -138,6 +143,6 @@ def serve() -> None:
                 os.dup2(log, stream)
             os.close(log)
             rank_process.main(fd, init=init)
-        for each in (fd, log):
-            os.close(each)
+        for received in (fd, log):
+            os.close(received)
         connection.send(pid)

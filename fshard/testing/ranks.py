@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -88,6 +89,8 @@ class Ranks:
         self.connections: list[Connection] = []
         self.logs: list[IO[bytes]] = []
         self.store: TCPStore | None = None
+        self.lock = threading.RLock()
+        """Held during a call: the processes run one at a time."""
 
     # -- calls ------------------------------------------------------------------------
 
@@ -106,10 +109,11 @@ class Ranks:
             first, *rest = failed
             assert first.error is not None
             first.error.add_note(f"on rank {first.rank} of {self.size}:\n{first.traceback}")
-            for each in rest:
-                first.error.add_note(f"rank {each.rank}: {type(each.error).__name__}: {each.error}")
+            for other in rest:
+                error = other.error
+                first.error.add_note(f"rank {other.rank}: {type(error).__name__}: {error}")
             raise first.error
-        return [each.result for each in done]
+        return [outcome.result for outcome in done]
 
     def outcomes(
         self, function: Callable[..., Any], *args: Any, timeout: float = 60
@@ -120,19 +124,20 @@ class Ranks:
         taken to hang: all processes are ended, and the next call starts new ones.
         """
         request = _request(function, args)
-        self.start()
-        try:
-            for rank, connection in enumerate(self.connections):
-                try:
-                    connection.send_bytes(request)
-                except OSError as error:
-                    raise RankDied(f"rank {rank} is gone before the call") from error
-            answers = self._collect(timeout)
-        except BaseException:
-            self.kill()
-            raise
-        if any(isinstance(item.error, RankDied | RankHung) for item in answers):
-            self.kill()
+        with self.lock:
+            self.start()
+            try:
+                for rank, connection in enumerate(self.connections):
+                    try:
+                        connection.send_bytes(request)
+                    except OSError as error:
+                        raise RankDied(f"rank {rank} is gone before the call") from error
+                answers = self._collect(timeout)
+            except BaseException:
+                self.kill()
+                raise
+            if any(isinstance(item.error, RankDied | RankHung) for item in answers):
+                self.kill()
         return answers
 
     def _collect(self, timeout: float) -> list[Outcome]:
@@ -200,7 +205,7 @@ class Ranks:
             raise
 
     def _start_rank(self, rank: int, port: int) -> None:
-        ours, other_value = Pipe()
+        ours, theirs = Pipe()
         self.connections.append(ours)
         self.logs.append(tempfile.TemporaryFile())  # noqa: SIM115
         environment = {
@@ -217,9 +222,9 @@ class Ranks:
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
         }
-        with other_value:
+        with theirs:
             log = self.logs[-1].fileno()
-            self.processes.append(rank_server().fork(environment, other_value, log, self.init))
+            self.processes.append(rank_server().fork(environment, theirs, log, self.init))
 
     @property
     def pids(self) -> list[int]:
@@ -253,11 +258,6 @@ class Ranks:
 _POOLS: dict[tuple[int, bool], Ranks] = {}
 
 
-def pool(size: int, *, init: bool = True) -> Ranks:
-    """Return the warm processes of a world size."""
-    return _POOLS.setdefault((size, init), Ranks(size, init=init))
-
-
 def run_ranks(
     function: Callable[..., Any],
     /,
@@ -269,9 +269,9 @@ def run_ranks(
     """Run a function on real processes, one a rank, and return the results by rank.
 
     The processes are on this machine, with gloo as the backend; they stay warm for the next call
-    and end with this process. Each call starts with `torch.manual_seed(0)`. Warnings are treated as
-    in this process, so a test runner's "error" holds on the ranks too. Changes of
-    its module or of PyTorch's state are seen by the next call.
+    and end with this process. Each call starts with `torch.manual_seed(0)`, in the directory and
+    with the filters of warnings of this process. What it changes in its module or in PyTorch's
+    state, the next call sees.
 
     Args:
         function: function at the top level of a module that the ranks can import.
@@ -340,7 +340,7 @@ def warm_ranks(nproc: int, init: bool) -> Ranks:
 
 
 def _request(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """Return a call for a rank: how to import its module, filters of warnings, function, args."""
+    """Return a call for a rank, with this process's directory, import path and warnings."""
     where, main = "fs.testing.run_ranks", {}
     name = getattr(function, "__qualname__", repr(function))
     if getattr(function, "__module__", None) == "__main__":
@@ -362,7 +362,7 @@ def _request(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
             "the function must be at the top level of a module, and arguments must pickle",
             f"a def at the top level in the place of {name}, and values that pickle",
         )
-    return pickle.dumps((sys.path, main, warnings.filters, call))
+    return pickle.dumps((os.getcwd(), sys.path, main, warnings.filters, call))
 
 
 @atexit.register

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,21 @@ def test_processes_stay_warm_and_seeds_are_fixed() -> None:
     pids = pool(2).pids
     assert run_ranks(2, draw) == first == [first[0]] * 2
     assert pool(2).pids == pids
+
+
+def test_ranks_run_in_the_directory_of_the_caller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_ranks(2, facts)
+    for directory in (tmp_path, ROOT):
+        monkeypatch.chdir(directory)
+        assert run_ranks(2, os.getcwd) == [str(directory)] * 2
+
+
+def test_calls_of_several_threads_run_in_turn() -> None:
+    with ThreadPoolExecutor() as threads:
+        calls = [threads.submit(run_ranks, size, facts) for size in (2, 3, 2, 3)]
+        assert [len(call.result()) for call in calls] == [2, 3, 2, 3]
 
 
 def test_processes_survive_an_error_on_every_rank() -> None:

@@ -386,11 +386,6 @@ def _packet_parameters(packet: OpOverloadPacket[..., Any]) -> frozenset[str]:
     return frozenset(p.name for overload in overloads for p in schema_of(overload).arguments)
 
 
-def call_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> OpCall:
-    """Return the call of an overload with `Meta` in the places of tensors, results included."""
-    return call_and_tree(op, args, kwargs)[0]
-
-
 @_cached_by_arguments
 def call_and_tree(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[OpCall, Any]:
     """Return the call of an overload, and the tree of its results with indices for tensors."""

@@ -13,7 +13,7 @@ from collections.abc import Container, Sequence
 import torch
 
 from fshard.ops.core.builders import wrap_dim
-from fshard.ops.core.call import Meta, OpCall, base_name
+from fshard.ops.core.call import OpCall, base_name
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Rule
 from fshard.ops.rules.letters import (
@@ -228,10 +228,6 @@ def cross(call: OpCall) -> Rule:
     local = ShardCall(rewrites=(SetArgument("dim", dim),), skip_empty=False)
     operands = [tuple(dims[ndim - meta.ndim :]) for meta in (a, b)]
     return contraction_rule(call, operands, tuple(dims), local=local)
-
-
-def _broadcast(*metas: Meta) -> tuple[int, ...]:
-    return tuple(torch.broadcast_shapes(*(meta.shape for meta in metas)))
 
 
 @register_rule(aten.cdist, aten._cdist_forward, aten._euclidean_dist)

@@ -5,8 +5,6 @@ Only the batch may be sharded: a step reads all of the previous step's hidden st
 
 from __future__ import annotations
 
-import torch
-
 from fshard._torch.operators import schema_of
 from fshard._util.errors import fail
 from fshard.ops.core.call import OpCall
@@ -14,8 +12,6 @@ from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Rule
 from fshard.ops.rules.letters import no_factors
 from fshard.ops.rules.shard_call import ShardCall
-
-aten = torch.ops.aten
 
 
 @register_rule("lstm.input", "gru.input", "rnn_tanh.input", "rnn_relu.input")

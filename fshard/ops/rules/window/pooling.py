@@ -35,8 +35,6 @@ from fshard.ops.rules.window.window_dims import (
 )
 from fshard.ops.strategy.local_call import Args, Kwargs, LocalCall, RankContext, with_argument
 
-aten = torch.ops.aten
-
 AVERAGES = "avg_pool1d avg_pool2d avg_pool3d"
 MAXIMA = """
     max_pool1d max_pool2d max_pool3d max_pool1d_with_indices max_pool2d_with_indices

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import fshard as fs
 from fshard._util.errors import ShardingError
 from fshard.ops.core.call import Meta
-from fshard.ops.propagate.propagate import call_of, rule_of
+from fshard.ops.propagate.propagate import call_and_tree, rule_of
 from fshard.ops.rules.nn.attention import attention_by_products
 from fshard.program.cost.links import Link
 from fshard.program.cost.topology import Topology
@@ -109,7 +109,7 @@ def test_rule_texts() -> None:
 
 def on_cuda(name: str, *args: object) -> str:
     """Return the rule of a CUDA kernel from shapes alone."""
-    return str(rule_of(call_of(getattr(aten, name).default, args, {})))
+    return str(rule_of(call_and_tree(getattr(aten, name).default, args, {})[0]))
 
 
 def test_rules_of_cuda_kernels() -> None:
