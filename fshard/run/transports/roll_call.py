@@ -5,6 +5,10 @@ it to its key in the store. If it takes part in the roll call, it adds itself to
 waits until all have come, or one has passed or come to a place of another kind: the answer is the
 same on all ranks that come, however late they are. A rank that is at a collective that the others
 have yet to join will not come to their place any more: it has passed, too.
+
+Calls in a graph of `torch.compile` are not counted, and each rank traces graphs of its own. Once a
+rank has traced a function, the ranks cannot tell which call the others are in, and none of them
+takes part in a roll call of that function.
 """
 
 from __future__ import annotations
@@ -16,6 +20,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NoReturn
 from weakref import WeakKeyDictionary
+
+import torch
 
 from fshard._util.errors import fail
 from fshard.layout.mesh import Mesh
@@ -61,7 +67,9 @@ class RollCalls:
         name: the name of the function.
     """
 
-    __slots__ = ("_calls", "_prefix", "_world", "collectives", "mesh", "name", "place")
+    __slots__ = (
+        "_calls", "_prefix", "_traced", "_world", "collectives", "mesh", "name", "place",
+    )  # fmt: skip
 
     def __init__(self, mesh: Mesh, name: str) -> None:
         self.mesh, self.name = mesh, name
@@ -74,6 +82,13 @@ class RollCalls:
         if self._world is not None:
             start = f"{self._world.start_count}.{self._world.init_count}"
             self._prefix = f"fshard {start} {dict(mesh.shape)} {mesh.devices} {name} "
+            self._traced = f"{self._prefix}traced"
+            """Key that a rank sets when it traces the function."""
+            if torch.compiler.is_compiling():
+                with suppress(RuntimeError):
+                    self._world.listener.store.set(self._traced, "")
+                self._world = None
+                return
             by_prefix = _CALLS.setdefault(self._world.listener, {})
             self._calls = by_prefix.setdefault(self._prefix, _Calls())
             self._calls.count += 1
@@ -108,11 +123,14 @@ class RollCalls:
         """
         self.place = LAST if last else self.place + 1
         if self._world is None:
-            return True
+            return not torch.compiler.is_compiling()
         calls, store = self._calls, self._world.listener.store
         counter = f"{self._prefix}{calls.count} {self.collectives} {self.place} {kind}"
-        self._write(calls.count, kind)
         try:
+            if store.check([self._traced]):
+                self._write(calls.count)
+                return False
+            self._write(calls.count, kind)
             count = store.add(counter, 1)
             if count == 1:
                 calls.opened.append(counter)
@@ -147,7 +165,8 @@ class RollCalls:
             gone = watch.ended(self.mesh.ranks)  # those may have passed before
             written = [store.get(key).decode().split() for key in keys if store.check([key])]
             places = [(tuple(map(int, numbers)), word) for *numbers, word in written]
-            if any(place > own or (place == own and word != kind) for place, word in places):
+            passed = any(place > own or (place == own and word != kind) for place, word in places)
+            if passed or store.check([self._traced]):
                 return bool(store.add(counter, 0) == self.mesh.size)
             if gone:
                 self._fail(f"the processes of ranks {list(gone)} have ended")

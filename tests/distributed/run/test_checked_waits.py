@@ -6,6 +6,7 @@ import os
 import random
 import threading
 import time
+from unittest import mock
 
 import torch
 
@@ -78,3 +79,20 @@ def test_answers_of_roll_calls_do_not_depend_on_time() -> None:
     for pairs in run_ranks(4, answers_of_roll_calls, Mesh(x=4)):
         assert {right for _, right in pairs} == {True, False}
         assert all(answer == right for answer, right in pairs)
+
+
+def answer_after_a_trace(mesh: Mesh) -> bool:
+    """Return the answer of a roll call in a function that the last rank traces meanwhile."""
+    fs.init(mesh, timeout=100)
+    calls = [RollCalls(mesh, "f")]
+    if int(os.environ["RANK"]) == mesh.size - 1:
+        time.sleep(0.05)  # others wait for this rank
+        with mock.patch("torch.compiler.is_compiling", return_value=True):
+            RollCalls(mesh, "f")
+    else:
+        calls.append(RollCalls(mesh, "f"))  # it is in the graph of the rank that traces
+    return calls[-1].have_all_come("gradient")
+
+
+def test_ranks_that_trace_alone_are_not_waited_for() -> None:
+    assert run_ranks(4, answer_after_a_trace, Mesh(x=4)) == [False] * 4
