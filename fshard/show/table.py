@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fshard._util.errors import fail
 from fshard._util.text import WIDTH, words, wrap
 
 Row = tuple[str, ...]
+NARROWEST = 20
+"""Fewest columns of a text."""
 
 _MONO = "font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;font-size:12.5px"
 # Grey at half strength is a line on white and on black.
@@ -31,7 +34,17 @@ class TextAndHtml:
     __slots__ = ()
 
     def text(self, width: int = WIDTH) -> str:
-        """Return plain text of at most `width` columns."""
+        """Return plain text of at most `width` columns.
+
+        Raises:
+            ShardingError: If `width` is not an int of at least 20.
+        """
+        if isinstance(width, bool) or not isinstance(width, int) or width < NARROWEST:
+            rule = f"width must be an int of at least {NARROWEST} columns"
+            fail(f"{type(self).__name__}.text", f"width={width!r}", rule, f"width={WIDTH}")
+        return self._text(width)
+
+    def _text(self, width: int) -> str:
         raise NotImplementedError
 
     def html(self) -> str:
@@ -66,7 +79,7 @@ class Table(TextAndHtml):
     footer: tuple[Row, ...] = ()
     notes: tuple[str, ...] = ()
 
-    def text(self, width: int = WIDTH) -> str:
+    def _text(self, width: int) -> str:
         """Return plain text of at most `width` columns.
 
         Names and shapes are not broken: where the first cell of a row does not fit its column, it
@@ -196,8 +209,7 @@ class Tables(TextAndHtml):
         """The tables, at least one."""
         raise NotImplementedError
 
-    def text(self, width: int = WIDTH) -> str:
-        """Return plain text of at most `width` columns."""
+    def _text(self, width: int) -> str:
         return "\n\n".join(table.text(width) for table in self.tables)
 
     def __rich__(self) -> Any:

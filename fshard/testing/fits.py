@@ -46,7 +46,7 @@ def assert_fits(
         fail(WHERE, f"a function of type {type(function).__name__}",
              "the function must be partitioned", "fs.partition(fn, mesh=mesh, in_specs=...)"
              )  # fmt: skip
-    check_memory(memory, WHERE)
+    check_memory(memory, WHERE, optional=False)
     call = function.trace(*args)
     ranks = (call.memory(optimizer=optimizer, rank=rank) for rank in different_ranks(call))
     most = max(ranks, key=lambda held: held.peak)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from typing import Any
 
 import pytest
 import torch
@@ -180,3 +181,12 @@ def test_units_of_texts() -> None:
         "0.01 MB/s", "999 MB/s", "45.0 GB/s", "2.68 TB/s"]  # fmt: skip
     assert [time_text(s) for s in (0, 1e-7, 1e-3, 2.5, 125)] == [
         "0 µs", "0.10 µs", "1.00 ms", "2.50 s", "125 s"]  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [-5, 0, 19, "80", True, 80.0])
+def test_width_must_be_columns(width: Any) -> None:
+    with fs.comm_log() as log:
+        pass
+    for printed in (log, fs.visualize(MESH), Table("", (Column("a"),), (("b",),))):
+        with pytest.raises(fs.ShardingError, match="width must be an int of at least 20 columns"):
+            printed.text(width)

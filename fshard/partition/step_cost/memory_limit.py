@@ -42,11 +42,13 @@ TIME_SHARE = 0.99
 """Plans are looked for only if they may take less than this share of the best one's time."""
 
 
-def check_memory(memory: int | None, where: str) -> None:
-    """Raise `ShardingError` for a limit that is not a number of bytes."""
-    if memory is not None and (type(memory) is not int or memory < 1):
-        fail(where, f"memory={memory!r}", "memory must be at least 1 byte, or None",
-             "memory=80 * 10**9")  # fmt: skip
+def check_memory(memory: int | None, where: str, *, optional: bool = True) -> None:
+    """Raise `ShardingError` for a limit that is not a number of bytes, nor None if `optional`."""
+    if memory is None and optional:
+        return
+    if type(memory) is not int or memory < 1:
+        rule = "memory must be an int of at least 1 byte" + (", or None" if optional else "")
+        fail(where, f"memory={memory!r}", rule, "memory=80 * 10**9")
 
 
 def within_memory(

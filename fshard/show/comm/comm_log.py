@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fshard._util.errors import did_you_mean, fail
-from fshard._util.text import WIDTH, bytes_text, plural
+from fshard._util.text import bytes_text, plural
 from fshard.run.transports.base import Event, observe
 from fshard.run.transports.raw_collectives import observed_raw_collectives
 from fshard.show.comm.expected_counts import Counts, compare_counts
@@ -204,7 +204,7 @@ class CommLog(TextAndHtml):
         columns = tuple(Column(name, wrap=name != "operation") for name in fields)
         return Table(title, (*columns, *FIGURES), tuple(rows), (tuple(total),), notes)
 
-    def text(self, width: int = WIDTH) -> str:
+    def _text(self, width: int) -> str:
         """Return plain text of at most `width` columns."""
         return self.table.text(width) if self.counts else "no collective ran"
 

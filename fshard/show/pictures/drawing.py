@@ -117,8 +117,7 @@ class Picture(TextAndHtml):
         """Return the lines, of at most `width` columns."""
         raise NotImplementedError
 
-    def text(self, width: int = WIDTH) -> str:
-        """Return plain text of at most `width` columns."""
+    def _text(self, width: int) -> str:
         return "\n".join(line_text(line).rstrip() for line in self.lines(width))
 
     def html(self) -> str:

@@ -126,15 +126,16 @@ def test_assert_fits_has_the_same_model() -> None:
         fs.testing.assert_fits(part, (params, x), memory=peak - 1)
     with pytest.raises(fs.ShardingError, match="must be partitioned"):
         fs.testing.assert_fits(torch.relu, (x,), memory=1)  # type: ignore[arg-type]
-    with pytest.raises(fs.ShardingError, match="memory must be at least 1 byte"):
-        fs.testing.assert_fits(part, (params, x), memory=math.nan)  # type: ignore[arg-type]
+    for memory in (math.nan, None):
+        with pytest.raises(fs.ShardingError, match="memory must be an int of at least 1 byte\n"):
+            fs.testing.assert_fits(part, (params, x), memory=memory)  # type: ignore[arg-type]
     for optimizer in (-1, math.nan, "adam", torch.optim.Adam(params.values())):
         with pytest.raises(fs.ShardingError, match="optimizer must be a multiple of at least 0"):
             call.memory(optimizer=optimizer)
 
 
 def test_a_limit_must_be_bytes_and_is_pickled() -> None:
-    with pytest.raises(fs.ShardingError, match="memory must be at least 1 byte"):
+    with pytest.raises(fs.ShardingError, match="memory must be an int of at least 1 byte"):
         fs.partition(torch.relu, mesh=MESH, memory=0)
     part = fs.partition(torch.relu, mesh=MESH, in_specs=P("dp"), memory=10**6)
     assert pickle.loads(pickle.dumps(part)).memory == 10**6
