@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -17,7 +18,8 @@ from fshard._torch.modes import DisableTorchFunction, DispatchMode, without_disp
 __all__ = [
     "AdamWOptions", "OpOverload", "OpOverloadPacket", "ScriptMethod", "TensorBase", "all_op_names",
     "builtin_of", "dereference", "direct_function", "foreach_adamw", "fused_adamw", "fused_step",
-    "has_registered_gradient", "is_query", "overload_or_self", "qualified_name", "reference_of",
+    "has_registered_gradient", "is_query", "overload_or_self", "packet_of", "qualified_name",
+    "reference_of",
     "registered_schemas", "resolve_overload", "schema_of", "schema_or_none", "torch_decomposition",
 ]  # fmt: skip
 
@@ -46,6 +48,28 @@ def has_registered_gradient(op: Any) -> bool:
 def overload_or_self(op: Any) -> Any:
     """Return the overload that a decorator `torch.library.custom_op` defined, else `op`."""
     return op._opoverload if isinstance(op, custom_ops.CustomOpDef) else op
+
+
+BUILTIN = ("builtin_function_or_method", "method_descriptor")
+"""Names of the types of PyTorch's functions and methods in C++."""
+
+
+def packet_of(op: Any) -> OpOverloadPacket[..., Any] | None:
+    """Return a packet itself, and that of a builtin of PyTorch; None for any other operation."""
+    if isinstance(op, OpOverloadPacket) or type(op).__name__ not in BUILTIN:
+        return op if isinstance(op, OpOverloadPacket) else None
+    module = getattr(op, "__objclass__", op).__module__ or ""
+    return _packet_named(op.__name__) if module.partition(".")[0] == "torch" else None
+
+
+@cache
+def _packet_named(name: str) -> OpOverloadPacket[..., Any] | None:
+    for candidate in (name, name.strip("_"), f"linalg_{name}"):
+        packet = getattr(torch.ops.aten, candidate, None)
+        # TorchScript's own operations, such as aten::cpu, have no kernel.
+        if isinstance(packet, OpOverloadPacket) and registered_schemas(qualified_name(packet)):
+            return packet
+    return None
 
 
 Tensors = list[torch.Tensor]

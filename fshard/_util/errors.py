@@ -69,6 +69,13 @@ def fail(
     raise AssertionError("unreachable")
 
 
+def add_place(error: ShardingError, place: str) -> None:
+    """Add `file:line` to the first line of an error's text that has no place."""
+    head, _, problems = str(error).partition("\n")
+    if place and " at " not in head:
+        error.args = (f"{head} at {place}\n{problems}",)
+
+
 MAX_SUGGESTIONS = 3
 
 

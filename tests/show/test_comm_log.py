@@ -332,6 +332,14 @@ def test_unknown_fields_are_refused() -> None:
             example().by(*fields)
 
 
+def test_a_log_without_a_block_is_refused() -> None:
+    log = fs.comm_log()
+    for read in (lambda: log.counts, lambda: log.total_bytes, lambda: log.forward):
+        with pytest.raises(fs.ShardingError, match=r"with fs.comm_log\(\) as log: \.\.\."):
+            read()
+    assert not hasattr(log, "count")
+
+
 def test_assert_only() -> None:
     pair = fs.shard(torch.ones(8), spec(P("tp"), 8))
     with fs.comm_log() as log:

@@ -14,7 +14,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from fshard._torch.operators import OpOverload, OpOverloadPacket, overload_or_self, schema_of
+from fshard._torch.operators import (
+    OpOverload,
+    OpOverloadPacket,
+    overload_or_self,
+    packet_of,
+    schema_of,
+)
 from fshard._util.errors import did_you_mean, fail
 from fshard.layout.spec import Spec
 from fshard.ops.core.call import OpCall
@@ -94,7 +100,9 @@ def register_rule(*ops: Any) -> Callable[[Any], Any]:
 
     Args:
         *ops: Operations: `torch.ops` overloads, packets (all overloads), names such as
-            `"add.Tensor"`, functions of `torch.library.custom_op`, or other functions of tensors.
+            `"add.Tensor"`, builtins such as `torch.add`, functions of `torch.library.custom_op`, or
+            other functions of tensors. `fs.apply` and `fs.propagate` use the rules of the last;
+            `fs.partition` traces these functions, and uses the rules of what they call.
 
     Returns:
         A function that registers its argument and returns it: a rule's text, an `fs.Rule`, or a
@@ -228,11 +236,12 @@ def _load() -> None:
 
 
 def overloads(op: Any, where: str = "fs.register_rule") -> Iterable[Any]:
-    """Return the overloads of a packet or of a name; any other operation is its only one."""
+    """Return the overloads of a packet, a name or a builtin; others are their only ones."""
     if isinstance(op, str):
         return _named(op, where)
-    if isinstance(op, OpOverloadPacket):
-        return [getattr(op, name) for name in op.overloads()]
+    packet = packet_of(op)
+    if packet is not None:
+        return [getattr(packet, name) for name in packet.overloads()]
     return [overload_or_self(op)]
 
 

@@ -16,8 +16,7 @@ from fshard._torch.operators import (
     OpOverload,
     OpOverloadPacket,
     overload_or_self,
-    qualified_name,
-    registered_schemas,
+    packet_of,
     resolve_overload,
     schema_of,
     torch_decomposition,
@@ -229,7 +228,7 @@ def is_composite(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> boo
     """Return True for a function of several operations, or one without a rule that decomposes."""
     if row_of(op) is not None:
         return False
-    if not isinstance(op, OpOverload | OpOverloadPacket) and _packet(op) is None:
+    if not isinstance(op, OpOverload) and packet_of(op) is None:
         return callable(op)
     return _is_composite_call(op, args, kwargs)
 
@@ -259,7 +258,7 @@ def overload_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """
     if row_of(op) is not None or isinstance(op, OpOverload):
         return op
-    packet = op if isinstance(op, OpOverloadPacket) else _packet(op)
+    packet = packet_of(op)
     if packet is None:
         fail(f"fs.propagate({name_of(op)})", "a function that is not an operation of PyTorch",
              "a function that runs as one operation must have a sharding rule",
@@ -304,35 +303,13 @@ def _is_tensor_list(value: list[Any]) -> bool:
     return bool(value) and all(isinstance(item, Meta) for item in value)
 
 
-BUILTIN = ("builtin_function_or_method", "method_descriptor")
-
-
-def _packet(op: Callable[..., Any]) -> OpOverloadPacket[..., Any] | None:
-    """Return the operation that a builtin of PyTorch calls, None for a function of Python."""
-    # A function of a user must not be a key of a cache, which would keep it alive.
-    owner = getattr(op, "__objclass__", None)
-    module = (owner or op).__module__ or ""
-    is_torch = type(op).__name__ in BUILTIN and module.partition(".")[0] == "torch"
-    return _packet_named(op.__name__) if is_torch else None
-
-
-@lru_cache(maxsize=CACHE_SIZE)
-def _packet_named(name: str) -> OpOverloadPacket[..., Any] | None:
-    for candidate in (name, name.strip("_"), f"linalg_{name}"):
-        packet = getattr(torch.ops.aten, candidate, None)
-        # TorchScript's own operations, such as aten::cpu, have no kernel.
-        if isinstance(packet, OpOverloadPacket) and registered_schemas(qualified_name(packet)):
-            return packet
-    return None
-
-
 def parameters_of(op: Any) -> frozenset[str]:
     """Return the names of an operation's own parameters.
 
     >>> sorted(parameters_of(torch.nn.functional.pad))
     ['input', 'mode', 'pad', 'value']
     """
-    packet = op if isinstance(op, OpOverloadPacket) else _packet(op)
+    packet = packet_of(op)
     if packet is not None:
         return _packet_parameters(packet)
     if isinstance(op, OpOverload):

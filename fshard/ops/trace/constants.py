@@ -43,6 +43,11 @@ SIZED_BY_VALUES: frozenset[Any] = frozenset(
 """Functions of results whose shapes depend on values of all operands."""
 _SELECTIONS = (torch.masked_select, Tensor.masked_select)
 _REPEATS = (torch.repeat_interleave, Tensor.repeat_interleave)
+_FILLS = frozenset(
+    getattr(torch.ops.aten, name).default
+    for name in ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
+)
+"""Operations that read the shape, dtype and device of their first argument, and no values of it."""
 _DETACH = torch.ops.aten.detach_.default
 _INDEXING = (Tensor.__getitem__, Tensor.__setitem__)
 
@@ -165,7 +170,8 @@ def _evaluate(
     todo = [node]
     while todo:
         last = todo[-1]
-        missing = [x for x in last.all_input_nodes if x not in values]
+        like = last.args[:1] if last.target in _FILLS else ()
+        missing = [x for x in last.all_input_nodes if x not in values and x not in like]
         if not missing or last in values:
             todo.pop()
         todo += missing
@@ -180,9 +186,15 @@ def _evaluate(
         is_random = torch.Tag.nondeterministic_seeded in tags
         if not _is_pure(last) or is_random or _is_written(last):
             return False
-        args, kwargs = map_call(last.args, last.kwargs, fx.Node, values.__getitem__)
-        values[last] = last.target(*args, **kwargs)  # type: ignore[operator]
+        args, kwargs = map_call(last.args[len(like) :], last.kwargs, fx.Node, values.__getitem__)
+        values[last] = last.target(*map(_blank, like), *args, **kwargs)  # type: ignore[operator]
     return True
+
+
+def _blank(node: Any) -> Tensor:
+    """Return a tensor of the shape and dtype of a node's, of one element in memory."""
+    fake: Tensor = node.meta["val"]
+    return torch.empty((), dtype=fake.dtype, device=fake.device).expand(fake.shape)
 
 
 def _is_written(node: fx.Node) -> bool:

@@ -8,7 +8,7 @@ partitioned. Results without a graph of their own (`create_graph=False`) are det
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import gt
 from typing import Any, NoReturn
@@ -40,7 +40,7 @@ from fshard._torch.operators import is_query
 from fshard._util.dtypes import is_inexact
 from fshard._util.errors import fail
 from fshard.layout.tree import tensors_in
-from fshard.ops.core.call import map_instances
+from fshard.ops.core.call import map_call, map_instances
 from fshard.ops.trace.constants import READS, read_constants, with_known_sizes
 from fshard.ops.trace.custom_functions import apply_in_transform, apply_traced, has_own_backward
 from fshard.ops.trace.fused_updates import FUSED_STEPS
@@ -48,6 +48,7 @@ from fshard.ops.trace.inference import as_traced
 from fshard.ops.trace.source_places import note_place
 from fshard.ops.trace.unread_values import WITHOUT_READS
 from fshard.spmd.closure_inputs import graph_leaves
+from fshard.spmd.tracking.torch_effects import Action, effect_of
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _REPLACED = {**WITHOUT_READS, **FUSED_STEPS, _SET_DATA: lambda x, y: None}
@@ -207,6 +208,8 @@ class BelowAutograd(TraceMode):
         if func in READS and (values := self.read(func, args, kwargs)):
             return values[0]
         func, args, kwargs = with_known_sizes(func, args, kwargs or {}, self.read)
+        if self.tracked and not torch.is_grad_enabled():
+            args, kwargs = _without_written_gradients(func, args, kwargs)
         out = _REPLACED.get(func, func)(*as_traced(func, args), **kwargs)
         has_graph = func is not torch.autograd.grad or bool(kwargs.get("create_graph"))
         if func == _GRAD and out is not None:  # which backward() has filled
@@ -216,6 +219,22 @@ class BelowAutograd(TraceMode):
         written = args[0] if args else None  # by x.requires_grad_(), say, which returns x
         detached = lambda x: x.detach() if is_inexact(x) and x is not written else x  # noqa: E731
         return map_instances(out, torch.Tensor, detached)
+
+
+def _without_written_gradients(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Return the arguments of a call under `no_grad`, detached if it writes one of the others.
+
+    The graph has no grad mode: what is written would get the gradients of what is read.
+    """
+    writes_first = effect_of(func).action in (Action.WRITE, Action.WRITE_LISTS)
+    if not writes_first and "out" not in kwargs:
+        return args, kwargs
+    detached = lambda x: x.detach() if x.requires_grad else x  # noqa: E731
+    written = 1 if writes_first else 0
+    rest, named = map_call(args[written:], kwargs, torch.Tensor, detached)
+    return (*args[:written], *rest), named | {k: v for k, v in kwargs.items() if k == "out"}
 
 
 _GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]

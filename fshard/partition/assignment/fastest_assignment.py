@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from fshard._util.errors import Problem, ShardingError, raise_if
+from fshard._util.errors import Problem, ShardingError, add_place, raise_if
 from fshard.layout.mesh import Mesh
 from fshard.layout.spec import Spec
 from fshard.layout.tree import non_tensor_problem
@@ -69,7 +69,11 @@ def fastest_assignment(
     for shard_replicated in (True, False) if both else (False,):
         assigner = LayoutAssigner(mesh, topology, signature.grad_enabled,
                                   signature.device, hints, shard_replicated, kept)  # fmt: skip
-        results = assigner.assign(graph, inputs, numbers, hold, params)
+        try:
+            results = assigner.assign(graph, inputs, numbers, hold, params)
+        except ShardingError as error:
+            add_place(error, assigner.place)
+            raise
         assignment = assigner.assignment
         outputs, specs, grads = _redistribute_results(
             assignment, results, requested, topology, where

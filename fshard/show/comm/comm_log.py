@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, Self
 
 from fshard._util.errors import did_you_mean, fail
 from fshard._util.text import bytes_text, plural
@@ -46,10 +46,30 @@ class CommLog(TextAndHtml):
     (1, 8)
     """
 
-    __slots__ = ("backward", "forward")
+    __slots__ = ("_blocks", "_raw", "backward", "forward")
 
-    def __init__(self) -> None:
+    def __init__(self, *, raw: bool = False) -> None:
+        self._raw, self._blocks = raw, list[ExitStack]()
+
+    def __enter__(self) -> Self:
         self.forward, self.backward = Phase(), Phase()
+        stack = ExitStack()
+        self._blocks.append(stack)
+        stack.enter_context(observe(self._record))
+        stack.enter_context(tracked_modules())
+        if self._raw:
+            stack.enter_context(observed_raw_collectives())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._blocks.pop().close()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name in ("forward", "backward"):
+            fail("fs.comm_log()", f"{name} counts of a log without a block",
+                 "a log must be of the collectives of a `with` block",
+                 "with fs.comm_log() as log: ..., then log.counts")  # fmt: skip
+        raise AttributeError(f"CommLog has no attribute {name!r}", name=name, obj=self)
 
     def _record(self, event: Event) -> None:
         (self.backward if event.phase == "backward" else self.forward).record(event)
@@ -231,8 +251,7 @@ def _cell(field: str, value: Any) -> str:
     return str(value)
 
 
-@contextmanager
-def comm_log(*, raw: bool = False) -> Iterator[CommLog]:
+def comm_log(*, raw: bool = False) -> CommLog:
     """Count the collectives that run in a `with` block, on every simulated rank or on this one.
 
     Blocks may nest: the outer log counts everything that runs in the inner block too. Collectives
@@ -245,7 +264,7 @@ def comm_log(*, raw: bool = False) -> Iterator[CommLog]:
             their group. Every operation in the block then passes a dispatch mode.
 
     Returns:
-        A context manager that gives the `CommLog`.
+        The `CommLog`, which counts while it is entered.
 
     >>> import torch
     >>> import fshard as fs
@@ -262,10 +281,4 @@ def comm_log(*, raw: bool = False) -> Iterator[CommLog]:
     ─────────────────────────────────────────────────
     total                   1    8 B
     """
-    log = CommLog()
-    with ExitStack() as stack:
-        stack.enter_context(observe(log._record))
-        stack.enter_context(tracked_modules())
-        if raw:
-            stack.enter_context(observed_raw_collectives())
-        yield log
+    return CommLog(raw=raw)

@@ -175,12 +175,13 @@ def _type_problem(
 
 
 def _replication_fix(tracker: Tracker, axes: Sequence[str], want: str) -> str:
-    """Return the fix for a varying value computed from one that a collective made equal, or ""."""
+    """Return the fix for a varying value if a collective or a draw could be equal, or ""."""
     along, names = format_axes(axes), {tracker.replicated_by.get(axis) for axis in axes}
     fixes = {
         "fs.all_gather": f"to={want!r} in fs.all_gather",
         "fs.pbroadcast": f"fs.psum(torch.where(fs.axis_index({along}) == source, x, 0), {along}) "
         "in place of fs.pbroadcast",
+        "a draw": "with fs.random.keyed(key) around what draws, dropout say",
     }
     found = [fix for name, fix in fixes.items() if names == {name}]
     return f"{found[0]}, if nothing else in it varies" if found else ""

@@ -90,7 +90,7 @@ class Tracker:
         self.roll_calls = RollCalls(mesh, name)
         self.all_have_read, self.reads_compared, self.reads_agree = False, False, True
         self.agreed = AgreedAxes()
-        # Collectives so far whose varying results are equal on every rank, by axis.
+        # The last collective or draw along an axis whose results vary and could be equal.
         self.replicated_by: dict[str, str] = {}
         self.table: dict[int, TypeRecord] = {}
         # Storages are looked up when a tensor is written: most tensors are freed before.
@@ -432,7 +432,9 @@ class Tracker:
                 file, line = frame.f_code.co_filename, frame.f_lineno
                 warnings.warn_explicit(text, UserWarning, file, line, registry=seen)
         bound = current_axes()
-        return States.varying(self.mesh.axes if bound is None else bound.axes)
+        axes = self.mesh.axes if bound is None else bound.axes
+        self.replicated_by |= dict.fromkeys(axes, "a draw")
+        return States.varying(axes)
 
     @contextmanager
     def pause(self) -> Iterator[None]:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 import fshard as fs
 from fshard import Mesh, P, Spec
 from fshard.ops.core.call import OpCall
+from fshard.ops.core.registry import rows
 from tests.helpers.ops.op_checks import check_call
 
 MESH = Mesh(x=2)
@@ -109,6 +110,17 @@ def test_registrations_change_later_calls_of_partitioned_functions() -> None:
         fs.register_decomposition(OP)(lambda x, w, i=i: (decomposed.append(i), x * w.sum(0))[1])
         part(pair, w)
     assert set(decomposed) == {0, 1}
+
+
+def test_rule_of_a_builtin_function_is_that_of_its_operation() -> None:
+    rule, x = rows()[torch.ops.aten.i0.default].generator, torch.ones(4, 2)
+    part = fs.partition(torch.i0, mesh=MESH, in_specs=P("x"))
+    try:
+        fs.register_rule(torch.i0)(fs.rule("bd->bd", unsharded="b"))
+        assert any(not prog.is_local for prog in part.trace(x).programs)
+        assert fs.propagate(torch.i0, Spec(MESH, P("x"), shape=(4, 2))).sends
+    finally:
+        fs.register_rule(torch.ops.aten.i0)(rule)
 
 
 def test_error_without_a_rule_names_register_rule() -> None:

@@ -31,6 +31,14 @@ def under_gradient(x: Tensor) -> Tensor:
     return torch.func.grad(lambda x: (x * step).sin().sum())(x)
 
 
+def of_shapes(x: Tensor) -> Tensor:
+    """Read values that depend on the shape of an argument alone, as masks of all ones do."""
+    mask = torch.ones_like(x, dtype=torch.uint8)[:2]
+    lengths = x.new_full((2,), 3).long().tolist()
+    assert mask.all()
+    return x.repeat(lengths[0]) * mask.sum().item() if mask[0] else -x
+
+
 CLOSED_OVER = torch.ones(2)
 
 
@@ -57,6 +65,12 @@ def written_by_detached(x: Tensor) -> Tensor:
     parts = torch.zeros(3).split([1, 2])
     parts[1].detach().add_(5)
     return x * parts[1].sum().item()
+
+
+def written_by_argument(x: Tensor) -> Tensor:
+    mask = torch.ones_like(x)
+    mask[0] = x[0]
+    return x if mask.all() else -x
 
 
 def drawn(x: Tensor) -> Tensor:
@@ -124,7 +138,7 @@ def test_masks_of_arguments_are_refused() -> None:
         fs.partition(lambda x: x.repeat_interleave(x.long(), 0), mesh=MESH)(torch.ones(4))
 
 
-@pytest.mark.parametrize("fn", [euler, under_gradient])
+@pytest.mark.parametrize("fn", [euler, under_gradient, of_shapes])
 def test_constants_are_read(fn: Callable[[Tensor], Tensor]) -> None:
     x = torch.randn(4, requires_grad=True)
     part = fs.partition(fn, mesh=MESH, in_specs=P("dp"))
@@ -135,7 +149,15 @@ def test_constants_are_read(fn: Callable[[Tensor], Tensor]) -> None:
 
 @pytest.mark.parametrize(
     "fn",
-    [written, written_by_index, written_by_view, written_by_detached, drawn, of_argument],
+    [
+        written,
+        written_by_index,
+        written_by_view,
+        written_by_detached,
+        written_by_argument,
+        drawn,
+        of_argument,
+    ],
 )
 def test_other_reads_are_refused(fn: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(fs.ShardingError, match="reads a tensor's values"):

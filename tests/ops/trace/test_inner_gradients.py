@@ -184,6 +184,31 @@ def test_inner_gradients_are_differentiated_again(fn: Callable[..., Tensor], lay
         torch.testing.assert_close(g, expected_grad)
 
 
+def test_writes_under_no_grad_pass_no_gradients() -> None:
+    """Averages of parameters, as of an EMA, that a training step writes are constants."""
+
+    def step(p: Params, average: Tensor, x: Tensor) -> Any:
+        torch.autograd.grad(loss(p, x), list(p.values()))
+        with torch.no_grad():
+            average.lerp_(p["a"], 0.1)
+            torch._foreach_add_([average], [p["a"]])
+            torch.add(average, p["a"], out=average)
+            average[0] = p["a"][1]
+        return average.clone(), average * p["b"].sum()
+
+    p = {name: x.detach().requires_grad_() for name, x in layer_params().items()}
+    part = fs.partition(step, mesh=MESH, params=P(), in_specs=(P(), P("dp")))
+    x, average = sample(4, 4).detach(), torch.ones_like(p["a"]).detach()
+    actual, expected = part(p, average.clone(), x), step(p, average.clone(), x)
+    assert not actual[0].requires_grad
+    torch.testing.assert_close(actual[0], expected[0])
+    grads = [
+        torch.autograd.grad(y.sum(), list(p.values()), materialize_grads=True)
+        for _, y in (actual, expected)
+    ]
+    torch.testing.assert_close(*grads)
+
+
 # -- training steps of whole blocks ---------------------------------------------------------
 
 

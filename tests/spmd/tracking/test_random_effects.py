@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import fshard as fs
+from fshard import P
 from fshard.spmd.tracking import torch_effects
 from tests.helpers.spmd.tracked_bodies import Body, V, attended, run_body
 
@@ -67,6 +69,26 @@ def test_draws_with_a_generator_vary_without_warning() -> None:
 
     assert warnings_of(body) == []
     assert [states for states, *_ in run_body(body)] == [V, V]
+
+
+def test_results_of_draws_are_equal_by_key() -> None:
+    """A sum over ranks would multiply what is to be replicated."""
+    mesh, key = fs.Mesh(x=2), fs.random.key(0)
+
+    def run(body: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        return fs.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P())(torch.ones(4))
+
+    def keyed(x: torch.Tensor) -> torch.Tensor:
+        with fs.random.keyed(key):
+            return F.dropout(x)
+
+    match = r"with fs.random.keyed\(key\) around .*; of partial sums fs.psum"
+    with (
+        pytest.warns(UserWarning, match="draws from"),
+        pytest.raises(fs.ShardingError, match=match),
+    ):
+        run(F.dropout)
+    assert run(keyed).shape == (4,)
 
 
 DRAWN_BEFORE = """

@@ -89,8 +89,7 @@ def _dropout(call: OpCall) -> Rule:
     """Rule of a dropout that is off: the identity."""
     p, train = call.get("p"), call.get("train")
     if p and train is not False:
-        _refuse(call, f"fs.random.dropout_mask(key, spec, p), a factor, drops by a key; {KEYED}; "
-                "p=0.0 or train=False drops nothing")  # fmt: skip
+        _refuse(call, f"{KEYED}; p=0.0, or eval() of a module, drops nothing")
     x = call.operands[0]
     dims = dim_factors(x.ndim)
     if len(call.results) == 1:

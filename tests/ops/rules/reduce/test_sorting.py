@@ -150,10 +150,7 @@ KEYED = (
     "with fs.random.keyed(key): around fs.apply, or in a function for fs.partition, draws by the "
     "key"
 )
-MASKED = (
-    f"fs.random.dropout_mask(key, spec, p), a factor, drops by a key; {KEYED}; "
-    "p=0.0 or train=False drops nothing"
-)
+MASKED = f"{KEYED}; p=0.0, or eval() of a module, drops nothing"
 INSTEAD = {
     (aten.dropout.default, 0.5, True): MASKED,
     (aten.native_dropout.default, 0.5, None): MASKED,
