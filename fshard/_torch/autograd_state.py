@@ -27,6 +27,18 @@ at_end_of_backward: Callable[[Callable[[], None]], None] = (
 keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 """Return True if the running backward pass has `retain_graph=True`."""
 
+
+def runs_in_backward(node: Any) -> bool:
+    """Return True if the running backward pass needs the gradient of a node's outputs."""
+    if node is None:
+        return False
+    try:
+        needed: bool = torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # a leaf among the inputs of torch.autograd.grad
+        return True
+    return needed
+
+
 sequence_number: Callable[[Any], int] = methodcaller("_sequence_nr")
 """Number of a node in the order of recording; of those that can run, the last one runs first."""
 

@@ -25,7 +25,7 @@ from fshard.plan.redistribute import redistribute
 from fshard.program.program import Program
 from fshard.program.steps import AllSlice, InvariantToReduced, ReplicatedToUnreduced, Step
 from fshard.run.autograd.linear_function import ProgramGroup, apply_programs
-from fshard.run.autograd.replicate import CotangentCheck, shard_value, unshard_value
+from fshard.run.autograd.replicate import shard_value, unshard_value
 from fshard.run.execute import Pending, check_shards, run_typed_hook
 from fshard.run.from_local import header_of, read_header
 from fshard.run.graphs.graph_node import graph_node
@@ -213,22 +213,19 @@ def check_sharding(x: torch.Tensor, spec: Spec) -> None:
         _check_linear(spec, "fs.shard")
 
 
-def shards_of(
-    x: torch.Tensor, spec: Spec, check: CotangentCheck | None = None, *, copied: bool = True
-) -> tuple[torch.Tensor, ...]:
+def shards_of(x: torch.Tensor, spec: Spec, *, copied: bool = True) -> tuple[torch.Tensor, ...]:
     """Return the shards of a global tensor for all ranks of a simulated mesh.
 
     Args:
         x: the global tensor.
         spec: its layout.
-        check: called with the cotangents of the shards.
         copied: whether shards have memory of their own; else they are in that of `x` if possible.
     """
     warn_alone()
     check_sharding(x, spec)
     if spec.mesh.size == 1:
         return (unaliased(x, [x]),) if copied else (x,)
-    return shard_value(x, shard_program(spec), check, copied=copied)
+    return shard_value(x, shard_program(spec), copied=copied)
 
 
 def shard_blocks(x: torch.Tensor, spec: Spec) -> torch.Tensor:

@@ -20,13 +20,15 @@ from fshard.layout.spec import Spec
 from fshard.layout.tree import flatten, map_leaves, non_tensor_problem, opaque_problem, paths
 from fshard.plan.redistribute import redistribute
 from fshard.program.program import Program
-from fshard.run.autograd.replicate import CotangentCheck, compare_values
+from fshard.run.autograd.replicate import CotangentCheck, GlobalInput, compare_values
 from fshard.run.execute import check_local, check_shards
-from fshard.run.global_tensors import check_sharding, shard, shard_blocks, shards_of
+from fshard.run.global_tensors import check_sharding, shard, shard_blocks, shard_program
 from fshard.run.graphs.blocks import block_shape
-from fshard.run.transports.base import Label, Transport, check_device, labelled
+from fshard.run.transports.base import Label, Transport, check_device, labelled, warn_alone
 from fshard.spmd.in_specs import Argument, DimSpec, PathSpec
 from fshard.spmd.mesh_scope import Scope
+from fshard.spmd.rank_calls import Locals
+from fshard.spmd.simulated_map import Slots
 from fshard.spmd.types import UNSEEN, format_axes
 
 LOCAL_OF_PAIR = operator.attrgetter("local")
@@ -149,8 +151,9 @@ def plan_arguments(
             spec = _tensor_spec(value, leaf, scope)
             check_sharding(value, spec)
             if transport is None:
-                check = gradient_check(where, path, spec, typed)
-                return Argument(path, spec, partial(shards_of, spec=spec, check=check))
+                check = _gradient_check(where, path, spec, typed)
+                slot = GlobalInput(shard_program(spec), check, copied=True)
+                return Argument(path, spec, slot=slot)
             if has_symbolic_sizes(value):
                 return Argument(path, spec, partial(shard_blocks, spec=spec))
             return Argument(path, spec, lambda x: shard(x, spec).local)
@@ -166,7 +169,30 @@ def plan_arguments(
     return tuple(_call_all(where, plan, rows))
 
 
-def gradient_check(where: str, path: str, spec: Spec, typed: bool) -> CotangentCheck | None:
+def slots_of(arguments: Sequence[Argument], values: Sequence[Any]) -> tuple[Slots, Locals]:
+    """Return the slots of the arguments with a spec, in a simulation, and their tensors."""
+    warn_alone()
+    slots: list[GlobalInput | None] = []
+    flat: list[torch.Tensor] = []
+    for arg, value in zip(arguments, values, strict=True):
+        if arg.spec is None:
+            continue
+        slots.append(arg.slot)
+        if arg.slot is None:
+            flat += arg.to_local(value)
+        else:
+            check_sharding(value, arg.spec)
+            flat.append(value)
+    return tuple(slots), tuple(flat)
+
+
+def closure_input(where: str, mesh: Mesh, typed: bool, x: torch.Tensor) -> GlobalInput:
+    """Return the slot of a tensor that a function closes over; its gradients are compared."""
+    spec = Spec(mesh, PartitionSpec(), shape=x.shape, dtype=x.dtype)
+    return GlobalInput(shard_program(spec), _gradient_check(where, "closure", spec, typed))
+
+
+def _gradient_check(where: str, path: str, spec: Spec, typed: bool) -> CotangentCheck | None:
     """Return a check that gradients are equal along the axes that `spec` omits; None without."""
     mesh, p = spec.mesh, spec.partition
     axes = tuple([axis for axis in mesh.axes if axis not in p.axes])

@@ -13,6 +13,7 @@ from fshard._util.tracebacks import runs_users_operation
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
 from fshard.layout.tree import broadcast_prefix, paths
+from fshard.run.autograd.replicate import GlobalInput
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +45,18 @@ class Argument:
     """One leaf of the arguments, and how it becomes a local; without `spec` it passes through.
 
     It depends on types, shapes and specs, not on values.
+
+    Attributes:
+        path: path of the leaf.
+        spec: layout of a tensor or pair.
+        to_local: function from the value to this rank's local, or to all shards of a pair.
+        slot: slot of a global tensor in a simulation, in the place of `to_local`.
     """
 
     path: str
     spec: Spec | None = None
     to_local: Callable[[Any], Any] = lambda value: value
+    slot: GlobalInput | None = None
 
 
 PathSpec = tuple[str, Any]

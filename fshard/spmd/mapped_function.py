@@ -20,7 +20,6 @@ from fshard._util.cache import BoundedDict
 from fshard._util.errors import fail, raise_if
 from fshard._util.tracebacks import hide_frames
 from fshard.layout.mesh import Mesh
-from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.sharded import Sharded
 from fshard.layout.spec import Spec
 from fshard.layout.tree import (
@@ -32,7 +31,7 @@ from fshard.layout.tree import (
     read_placements,
     unflatten,
 )
-from fshard.run.global_tensors import shards_of, unshard, unshard_blocks
+from fshard.run.global_tensors import unshard, unshard_blocks
 from fshard.run.transports.base import Transport, current_transport, is_simulated
 from fshard.run.transports.divergence_check import checked_collectives
 from fshard.run.transports.divergence_report import blame
@@ -41,11 +40,12 @@ from fshard.spmd.boundary import (
     at_boundary,
     check_non_tensors,
     check_specs,
+    closure_input,
     empty_results,
-    gradient_check,
     plan_arguments,
     result_problems,
     result_specs,
+    slots_of,
     uneven_axes,
 )
 from fshard.spmd.closure_inputs import call_function, replaced_closures
@@ -322,13 +322,15 @@ class MappedCall:
 
     def run_all(self) -> Any:
         """Run as every rank of a simulation."""
-        columns, ranks = self.locals_(), self.scope.mesh.ranks
-        rows = list(zip(*columns, strict=True)) if columns else [()] * len(ranks)
+        where, mesh, typed = self.function.where, self.scope.mesh, self.function.check is not False
+        with at_boundary(where, mesh):
+            slots, flat = slots_of(self.arguments, self.values)
+        share = functools.partial(closure_input, where, mesh, typed)
         fn, check = self.function.fn, self.check_agreement
         with checkpoint_form():
-            outs = map_ranks(self.scope, self.body, rows, fn, check, self.share_closure)
-        returned = list(map(self.returned.__getitem__, ranks))
-        return self.assemble(returned, list(zip(*outs, strict=True)), None)
+            columns = map_ranks(self.scope, self.body, slots, flat, fn, check, share)
+        returned = list(map(self.returned.__getitem__, mesh.ranks))
+        return self.assemble(returned, columns, None)
 
     def run_one(self, transport: Transport) -> Any:
         """Run as the one rank that this process, or this simulated rank, is."""
@@ -341,15 +343,8 @@ class MappedCall:
             raise
         return self.assemble([self.returned[transport.rank]], outs, transport)
 
-    def share_closure(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return a tensor that the function closes over for every rank; gradients are compared."""
-        spec = Spec(self.scope.mesh, PartitionSpec(), shape=x.shape, dtype=x.dtype)
-        typed = self.function.check is not False
-        check = gradient_check(self.function.where, "closure", spec, typed)
-        return shards_of(x, spec, check, copied=False)
-
     def locals_(self) -> tuple[Any, ...]:
-        """Return the locals of the arguments that have a spec: of all ranks, or of this one."""
+        """Return this rank's locals of the arguments that have a spec."""
         arguments = zip(self.arguments, self.values, strict=True)
         with at_boundary(self.function.where, self.scope.mesh):
             return tuple([arg.to_local(x) for arg, x in arguments if arg.spec is not None])

@@ -8,14 +8,13 @@ graphs; so are tangents, and so derivatives of every order exist. Transforms of 
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
-from itertools import chain
-from typing import Any
+from itertools import chain, islice
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from fshard._torch.autograd_state import keeps_graph
+from fshard._torch.autograd_state import keeps_graph, runs_in_backward
 from fshard._torch.functorch import (
     apply_function,
     derivative_levels,
@@ -31,6 +30,7 @@ from fshard._torch.memory import own_memory, unaliased_all
 from fshard._util.dtypes import is_inexact
 from fshard._util.tracebacks import hiding_frames
 from fshard.run.autograd.linear_function import is_differentiated
+from fshard.run.autograd.replicate import GlobalInput
 from fshard.run.transports.simulator import run_ranks
 from fshard.spmd.axis_env import BoundAxes, bind_for_backward
 from fshard.spmd.closure_inputs import (
@@ -44,70 +44,127 @@ from fshard.spmd.closure_inputs import (
 )
 from fshard.spmd.derived_calls import DerivedCall, Jvp, Vjp
 from fshard.spmd.mesh_scope import Scope
-from fshard.spmd.rank_calls import Locals, RankCall, RankFunction, RecordedCall
+from fshard.spmd.rank_calls import Batches, Locals, RankCall, RankFunction, RecordedCall
+
+T = TypeVar("T")
+Slots = tuple[GlobalInput | None, ...]
+"""Places of tensors at a node: one global tensor each, or (None) the shards of all ranks."""
+
+
+class Ends(NamedTuple):
+    """Slots of the inputs and outputs of a node; an output of a recorded call is shards."""
+
+    inputs: Slots
+    outputs: Slots | None = None
+
+    def output_slots(self, number: int) -> Slots:
+        """Return the slots of a number of outputs."""
+        return (None,) * number if self.outputs is None else self.outputs
+
+    def transposed(self, needed: Sequence[int], num_outputs: int) -> Ends:
+        """Return the slots of the gradients of needed inputs."""
+        cotangents = _aliased(self.output_slots(num_outputs))
+        return Ends(self.inputs + cotangents, tuple([self.inputs[i] for i in needed]))
+
+    def with_tangents(self, inputs: Sequence[int] | None = None) -> Ends:
+        """Return the slots with tangents; `inputs` are indices among the inputs and tangents."""
+        both, outputs = self.inputs + _aliased(self.inputs), self.outputs
+        if inputs is None:
+            return Ends(both, outputs and _aliased(outputs))
+        return Ends(tuple([both[i] for i in inputs]), outputs and outputs + _aliased(outputs))
+
+    def batched(self, batches: Batches) -> Ends:
+        """Return the slots of a call on batches."""
+        outputs = self.outputs
+        if outputs is not None:
+            outputs = _batched(outputs, batches.outputs or (0,) * len(outputs))
+        return Ends(_batched(self.inputs, batches.inputs), outputs)
+
+
+def _aliased(slots: Slots) -> Slots:
+    """Return the slots of tangents or cotangents, whose shards are not compared or written."""
+    return tuple([slot and GlobalInput(slot.prog, batch_dims=slot.batch_dims) for slot in slots])
+
+
+def _batched(slots: Slots, positions: Sequence[int | None]) -> Slots:
+    """Return the slots with one more batch dim where a position of it is given."""
+    return tuple(
+        slot if slot is None or position is None else slot.batched()
+        for slot, position in zip(slots, positions, strict=True)
+    )
+
+
+def _columns(slots: Slots, flat: Sequence[T], size: int) -> list[tuple[T, ...]]:
+    """Return the tensors of each slot, of `size` ranks."""
+    remaining = iter(flat)
+    return [tuple(islice(remaining, size if slot is None else 1)) for slot in slots]
 
 
 def map_ranks(
     scope: Scope,
     body: RankFunction,
-    values: Sequence[Locals],
+    slots: Slots,
+    flat: Locals,
     fn: Callable[..., Any],
     check_agreement: Callable[[], None],
-    share: Callable[[torch.Tensor], Locals],
+    share: Callable[[torch.Tensor], GlobalInput],
 ) -> list[Locals]:
-    """Return `body(rank, values[i])` for rank i of a simulated mesh, differentiably.
+    """Return the results of `body(rank, xs)` on every rank of a simulated mesh, differentiably.
 
     Args:
         scope: the axes that the call maps.
         body: the function of one rank; it returns as many tensors on every rank.
-        values: the ranks' tensors.
+        slots: the arguments, each a global tensor or the shards of all ranks.
+        flat: the tensors of the slots.
         fn: the function that `body` calls; tensors that it closes over are differentiated as
             arguments with `P()`.
         check_agreement: called after all ranks; raises if they returned other structures.
-        share: function from a tensor that `fn` closes over to one for each rank.
-    """
-    mesh = scope.mesh
+        share: function from a tensor that `fn` closes over to its slot.
 
+    Returns:
+        The shards of each result.
+    """
     if is_transformed():
-        return _map_transformed(scope, body, values, fn, check_agreement, share)
+        return _map_transformed(scope, body, slots, flat, fn, check_agreement, share)
 
     def function(rank: int, xs: Locals) -> Locals:
         return _run_bound(scope, body, rank, xs)
 
+    mesh = scope.mesh
+    rows = _rows(slots, flat, mesh.size)
     if not torch.is_grad_enabled():
-        outs = run_ranks(mesh, lambda rank, xs: function(rank.rank, xs), values)
+        results = run_ranks(mesh, lambda rank, xs: function(rank.rank, xs), rows)
         check_agreement()
-        return outs
-    levels = _innermost(_levels(values))
+        return list(zip(*results, strict=True))
+    levels = _innermost(_levels(_columns(slots, flat, mesh.size)))
     call = RecordedCall(scope, function, levels, lambda _: check_agreement())
-    results = call.run(values, record=True)
+    results = call.run(rows, record=True)
     if not any(y.requires_grad for ys in results for y in ys):
-        return results
+        return list(zip(*results, strict=True))
     assert call.graphs is not None
     inputs, outputs = ([x for graph in call.graphs for x in graph[side]] for side in (0, 1))
     call.closures = find_closure_inputs(fn, inputs, outputs)
     if call.closures:
-        shared = zip(*map(share, call.closures), strict=True)
-        values = [xs + others for xs, others in zip(values, shared, strict=True)]
+        slots, flat = slots + tuple(map(share, call.closures)), flat + call.closures
         call.graphs = [(xs + call.closures, ys) for xs, ys in call.graphs]
-    return _differentiable(call, values)
+    return _shards(_apply_node(call, Ends(slots), flat), mesh.size)
 
 
 def _map_transformed(
     scope: Scope,
     body: RankFunction,
-    values: Sequence[Locals],
+    slots: Slots,
+    flat: Locals,
     fn: Callable[..., Any],
     check_agreement: Callable[[], None],
-    share: Callable[[torch.Tensor], Locals],
+    share: Callable[[torch.Tensor], GlobalInput],
 ) -> list[Locals]:
     """Run `map_ranks` under a transform of `torch.func`, where closures are inputs of the run."""
     closures, where = find_transformed_closures(fn), getattr(fn, "__name__", type(fn).__name__)
-    if closures:
-        shared = zip(*map(share, closures), strict=True)
-        values = [xs + others for xs, others in zip(values, shared, strict=True)]
+    slots, flat = slots + tuple(map(share, closures)), flat + closures
     grad_mode, level, hooks = torch.is_grad_enabled(), innermost_derivative(), list[GradientHook]()
-    nodes, leaves, levels = set[Any](), list[torch.Tensor](), _levels(values)
+    nodes, leaves = set[Any](), list[torch.Tensor]()
+    levels = _levels(_columns(slots, flat, scope.mesh.size))
     is_nested = any(not ats <= {level} for ats in levels)
 
     def function(rank: int, xs: Locals) -> Locals:
@@ -127,7 +184,7 @@ def _map_transformed(
         scope, function, _innermost(levels), check, grad_mode,
         level=level, hooks=hooks, transformed=True,
     )  # fmt: skip
-    results = _apply(call, values)
+    results = _shards(_apply(call, Ends(slots), flat), scope.mesh.size)
     check_backwards(where, nodes, leaves)
     return results
 
@@ -147,9 +204,8 @@ def _run_bound(scope: Scope, body: RankFunction, rank: int, xs: Locals) -> Local
         return unaliased_all(body(rank, xs), xs)
 
 
-def _levels(rows: Sequence[Locals]) -> list[set[int]]:
-    """Return for each of a rank's inputs the levels of differentiation on any rank."""
-    columns = zip(*rows, strict=True)
+def _levels(columns: Sequence[Locals]) -> list[set[int]]:
+    """Return the levels of differentiation of the tensors of each slot."""
     return [set(chain.from_iterable(map(derivative_levels, xs))) for xs in columns]
 
 
@@ -158,56 +214,78 @@ def _innermost(levels: Sequence[set[int]]) -> tuple[int | None, ...]:
     return tuple([max(ats, default=None) for ats in levels])
 
 
-def _split_rows(flat: Sequence[torch.Tensor], size: int) -> list[Locals]:
+def _rows(slots: Slots, flat: Locals, size: int) -> list[Locals]:
     """Return the tensors of each of `size` ranks."""
-    width = len(flat) // size
-    return [tuple(flat[rank * width : (rank + 1) * width]) for rank in range(size)]
+    columns = _columns(slots, flat, size)
+    shards = [
+        xs if slot is None else slot.shards(*xs) for slot, xs in zip(slots, columns, strict=True)
+    ]
+    return list(zip(*shards, strict=True)) if shards else [()] * size
 
 
-def _apply(call: RankCall, rows: Sequence[Locals]) -> list[Locals]:
-    """Return the results of a call on every rank, differentiably."""
-    flat = tuple(chain.from_iterable(rows))
-    if not is_differentiated(*flat):
-        return call.run(rows, record=False)
-    return _differentiable(call, rows)
+def _shards(flat: Locals, size: int) -> list[Locals]:
+    """Return the shards of each output of a recorded call."""
+    return [flat[i : i + size] for i in range(0, len(flat), size)]
 
 
-def _differentiable(call: RankCall, rows: Sequence[Locals]) -> list[Locals]:
-    """Return the results of a call, which runs now if it did not, as those of a node."""
-    return _split_rows(_apply_node(call, *chain.from_iterable(rows)), len(rows))
+def _evaluate(call: RankCall, ends: Ends, flat: Locals, *, record: bool) -> Locals:
+    """Return the flat results of a call; of one that is derived, `flat` may lack the base's."""
+    size, slots, graphs = call.root.scope.mesh.size, ends.inputs, call.root.graphs
+    if isinstance(call, DerivedCall):  # the inputs of its base are those of the graphs
+        assert graphs is not None
+        slots = slots[len(graphs[0][0]) :]
+        flat = flat[len(flat) - sum(size if slot is None else 1 for slot in slots) :]
+        last = _rows(slots, flat, size)
+        rows = [xs + others for (xs, _), others in zip(graphs, last, strict=True)]
+    else:
+        rows = _rows(slots, flat, size)
+    columns = list(zip(*call.run(rows, record=record), strict=True))
+    if ends.outputs is None:
+        return tuple(chain.from_iterable(columns))
+    pairs = zip(ends.outputs, columns, strict=True)
+    return tuple(
+        chain.from_iterable([ys if slot is None else (slot.unsharded(ys),) for slot, ys in pairs])
+    )
 
 
-def _apply_node(call: RankCall, *flat: torch.Tensor) -> Locals:
-    """Return the flat results of a call as those of a node."""
+def _apply(call: RankCall, ends: Ends, flat: Locals) -> Locals:
+    """Return the flat results of a call on every rank, differentiably."""
+    if not (is_transformed() or is_differentiated(*flat)):
+        return _evaluate(call, ends, flat, record=False)
+    return _apply_node(call, ends, flat)
+
+
+def _apply_node(call: RankCall, ends: Ends, flat: Locals) -> Locals:
+    """Return the flat results of a call, which runs now if it did not, as those of a node."""
     node = _RecordedNode if isinstance(call, RecordedCall) else _RankNode
-    results: Locals = apply_function(node, call, *flat)
+    results: Locals = apply_function(node, call, ends, *flat)
     return results
 
 
 class _RankNode(torch.autograd.Function):
-    """Autograd node of a call on every rank; inputs are those of each rank in turn."""
+    """Autograd node of a call on every rank; its tensors are those of each slot in turn."""
 
     @staticmethod
-    def forward(call: RankCall, *flat: torch.Tensor) -> Locals:
-        rows = _split_rows(flat, call.root.scope.mesh.size)
-        graphs = call.graphs
-        if graphs is None:
-            results = call.run(rows, record=any([x.requires_grad for x in flat]))  # noqa: C419
+    def forward(call: RankCall, ends: Ends, *flat: torch.Tensor) -> Locals:
+        if call.graphs is None:
+            results = _evaluate(call, ends, flat, record=any([x.requires_grad for x in flat]))  # noqa: C419
         else:  # an ordinary call, which has run
-            results = [ys for _, ys in graphs]
+            results = tuple(chain.from_iterable(zip(*(ys for _, ys in call.graphs), strict=True)))
         owned = own_memory if call.root.transformed else lambda y: y
-        return tuple([owned(y).detach() for ys in results for y in ys])
+        return tuple([owned(y).detach() for y in results])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Locals) -> None:
-        call, *flat = inputs
-        ctx.call, ctx.level = call, transform_level() or 0
+        call, ends, *flat = inputs
+        ctx.call, ctx.ends, ctx.level = call, ends, transform_level() or 0
         ctx.save_for_backward(*flat)
         ctx.save_for_forward(*flat)
         if call.graphs is not None and not is_transformed():
-            columns = zip(*(ys for _, ys in call.graphs), strict=True)
-            fixed = [not any(y.requires_grad for y in ys) for ys in columns]
-            ctx.mark_non_differentiable(*(y for i, y in enumerate(output) if fixed[i % len(fixed)]))
+            recorded = list(zip(*(ys for _, ys in call.graphs), strict=True))
+            columns = _columns(ends.output_slots(len(recorded)), output, len(call.graphs))
+            pairs = zip(columns, recorded, strict=True)
+            fixed = [column for column, ys in pairs if not any(y.requires_grad for y in ys)]
+            ctx.mark_non_differentiable(*chain.from_iterable(fixed))
 
     @staticmethod
     @hiding_frames
@@ -218,66 +296,71 @@ class _RankNode(torch.autograd.Function):
                 "Trying to backward through the graph a second time: "
                 "the first backward() needs retain_graph=True"
             )
-        root = call.root
+        root, ends, create_graph = call.root, ctx.ends, torch.is_grad_enabled()
         root.check_level(ctx.level)
         if isinstance(call, DerivedCall):
             call.check_differentiable()
-        size, saved = root.scope.mesh.size, ctx.saved_tensors
-        rows, width = _split_rows(saved, size), len(saved) // size
-        needs = [any(ctx.needs_input_grad[1 + i :: width]) for i in range(width)]
-        needed = tuple([i for i, need in enumerate(needs) if need])
+        size, width = root.scope.mesh.size, len(ends.inputs)
+        needs = _columns(ends.inputs, [runs_in_backward(x) for x, _ in ctx.next_functions], size)
+        needed = tuple([i for i, need in enumerate(needs) if any(need)])
+        num_outputs = len(cts) // size if ends.outputs is None else len(ends.outputs)
         keep_graph = keeps_graph()
         # Ranks share the graphs behind closures; other levels and orders share those of ranks.
         retain = keep_graph or is_transformed() or call is not root or bool(root.closures)
+        # The root's values are those of its graphs; arguments may have been written since.
+        is_first = call is root and not (create_graph or is_transformed())
+        saved = () if is_first else ctx.saved_tensors
 
         def gradients(cts: Sequence[torch.Tensor]) -> Locals:
-            inputs = map(operator.add, rows, _split_rows(cts, size))
             vjp = Vjp(call, width, needed, retain)
-            return tuple(chain.from_iterable(_apply(vjp, list(inputs))))
+            return _apply(vjp, ends.transposed(needed, num_outputs), (*saved, *cts))
 
-        create_graph = torch.is_grad_enabled()
         grads = iter(map_batch_elements(gradients, cts) if create_graph else gradients(cts))
         if not keep_graph:  # results must not keep arguments alive
             ctx.call = None
-        return None, *(next(grads) if need else None for _ in range(size) for need in needs)
+        return None, None, *(next(grads) if any(need) else None for need in needs for _ in need)
 
     @staticmethod
-    def jvp(ctx: Any, _: None, *tangents: torch.Tensor) -> Locals:
+    def jvp(ctx: Any, _: None, __: None, *tangents: torch.Tensor) -> Locals:
         call: RankCall = ctx.call
-        level, saved, size = transform_level() or 0, ctx.saved_tensors, call.root.scope.mesh.size
+        level, saved, ends = transform_level() or 0, ctx.saved_tensors, ctx.ends
         if level == 0:
             saved = tuple(map(primal_of, saved))
-        rows = map(operator.add, _split_rows(saved, size), _split_rows(tangents, size))
-        width = len(saved) // size
+        width, size = len(ends.inputs), call.root.scope.mesh.size
         duals = call.duals(level, width)
         if duals is None:
-            return tuple(chain.from_iterable(_apply(Jvp(call, width, range(width)), list(rows))))
-        results = _apply(duals.call, [tuple([xs[i] for i in duals.inputs]) for xs in rows])
-        return tuple([t for ys in results for t in ys[len(ys) // 2 :]])
+            jvp = Jvp(call, width, range(width))
+            return _apply(jvp, ends.with_tangents(), (*saved, *tangents))
+        columns = [*_columns(ends.inputs, saved, size), *_columns(ends.inputs, tangents, size)]
+        flat = tuple(chain.from_iterable([columns[i] for i in duals.inputs]))
+        results = _apply(duals.call, ends.with_tangents(duals.inputs), flat)
+        return results[len(results) // 2 :]
 
     @staticmethod
-    def needs_batch(level: int, call: RankCall, *flat: torch.Tensor) -> bool:
+    def needs_batch(level: int, call: RankCall, ends: Ends, *flat: torch.Tensor) -> bool:
         """Return True if the graphs are those of batches, although no input is one."""
         return call.rebased(level) is not None
 
     @staticmethod
-    def vmap(info: Any, in_dims: Sequence[int | None], call: RankCall, *flat: torch.Tensor) -> Any:
+    def vmap(
+        info: Any, in_dims: Sequence[Any], call: RankCall, ends: Ends, *flat: torch.Tensor
+    ) -> Any:
         level, size = (transform_level() or 0) + 1, call.root.scope.mesh.size
-        dims, width = in_dims[1:], len(flat) // size
+        n = info.batch_size
+        dims = _columns(ends.inputs, in_dims[2:], size)
         batches = call.rebased(level)
         if batches is None:
-            columns = [any(dim is not None for dim in dims[i::width]) for i in range(width)]
-            batches = call.batched(
-                level, info.batch_size, [0 if any_ else None for any_ in columns], info.randomness
-            )
-        positions = batches.inputs * size
-        xs = [
-            x if position is None else with_batch_at(x, dim, position, info.batch_size)
-            for x, dim, position in zip(flat, dims, positions, strict=True)
-        ]
-        ys = _apply_node(batches.call, *xs)
-        batches.finish(len(ys) // size)
-        return ys, batches.outputs * size
+            batched = [0 if any(dim is not None for dim in column) else None for column in dims]
+            batches = call.batched(level, n, batched, info.randomness)
+        positions = [p for p, column in zip(batches.inputs, dims, strict=True) for _ in column]
+        rows = zip(flat, in_dims[2:], positions, strict=True)
+        xs = tuple([x if p is None else with_batch_at(x, dim, p, n) for x, dim, p in rows])
+        ends = ends.batched(batches)
+        ys = _apply_node(batches.call, ends, xs)
+        outputs = ends.output_slots(len(ys) // size)
+        batches.finish(len(outputs))
+        pairs = zip(batches.outputs, _columns(outputs, ys, size), strict=True)
+        return ys, tuple([p for p, column in pairs for _ in column])
 
 
 class _RecordedNode(_RankNode):
@@ -286,37 +369,35 @@ class _RecordedNode(_RankNode):
     @staticmethod
     def duals(level: int, args: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
         call: RecordedCall
-        call, *flat = args
-        size = call.scope.mesh.size
-        rows, tangent_rows = _split_rows(flat, size), _split_rows(tangents[1:], size)
-        inner = [
-            (known is not None and known > level) or any(level == 0 and x.requires_grad for x in xs)
-            for known, xs in zip(call.levels, zip(*rows, strict=True), strict=True)
-        ]
+        ends: Ends
+        call, ends, *flat = args
+        size, width = call.scope.mesh.size, len(ends.inputs)
+        xs, ts = (_columns(ends.inputs, each, size) for each in (flat, tangents[2:]))
+        inner = [known is not None and known > level for known in call.levels]
+        if level == 0:
+            inner = [a or any(x.requires_grad for x in b) for a, b in zip(inner, xs, strict=True)]
         # A gradient within has a tangent for each of its inputs.
-        columns = [
-            i
-            for i, ts in enumerate(zip(*tangent_rows, strict=True))
-            if inner[i] or any(t is not None for t in ts)
-        ]
-        duals = [
-            xs + tuple([torch.zeros_like(xs[i]) if ts[i] is None else ts[i] for i in columns])
-            for xs, ts in zip(rows, tangent_rows, strict=True)
-        ]
+        given = [any(t is not None for t in column) for column in ts]
+        columns = [i for i in range(width) if inner[i] or given[i]]
+        seeds = [tuple(map(_tangent, xs[i], ts[i])) for i in columns]
+        both = Ends(ends.with_tangents((*range(width), *(width + i for i in columns))).inputs)
+        duals = tuple(chain(flat, *seeds))
         known_levels = [*call.levels, *[call.levels[i] for i in columns]]
         levels = [
             known if known is not None and known > level else here
-            for known, here in zip(known_levels, _innermost(_levels(duals)), strict=True)
+            for known, here in zip(known_levels, _innermost(_levels(xs + seeds)), strict=True)
         ]
         if any(inner):  # for each element of a `vmap` outside
             levels = [max(x or 0, level) if i in columns else x for i, x in enumerate(levels)]
         dual_call = call.with_tangents(level, columns, levels, has_inner=any(inner))
         if level == 0 and any(inner):  # their gradients need the tangents of what a node saves
-            dual_call.run(duals, record=True)
-            ys = apply_function(_RankNode, call, *make_duals(flat, tangents[1:]))
+            dual_call.run(_rows(both.inputs, duals, size), record=True)
+            ys = apply_function(_RankNode, call, ends, *make_duals(flat, tangents[2:]))
             return ys, [None] * len(ys)
-        results = _differentiable(dual_call, duals)
-        half = len(results[0]) // 2
-        ys = [y for results_ in results for y in results_[:half]]
-        ts = [t for results_ in results for t in results_[half:]]
-        return ys, [t if is_inexact(t) else None for t in ts]
+        results = _apply_node(dual_call, both, duals)
+        half = len(results) // 2
+        return results[:half], [t if is_inexact(t) else None for t in results[half:]]
+
+
+def _tangent(x: torch.Tensor, tangent: torch.Tensor | None) -> torch.Tensor:
+    return torch.zeros_like(x) if tangent is None else tangent

@@ -31,6 +31,38 @@ def both_orders(f: Any, *args: torch.Tensor) -> list[Any]:
     return [out, first, torch.autograd.grad(sum((g**2).sum() for g in first), args)]
 
 
+# -- gradients of some arguments -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_backward_computes_the_requested_gradients_alone(create_graph: bool) -> None:
+    computed = []
+
+    def body(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        a, b = (fs.pcast(weight, "x", to="varying") for weight in (a, b))
+        for weight, name in (a, "a"), (b, "b"):
+            weight.register_hook(lambda _, name=name: computed.append(name))
+        return fs.psum((torch.tanh(x @ a) @ b).square().sum(), "x")
+
+    mesh = Mesh(x=2)
+    x, a, b = (reals(4, 4, seed=i).requires_grad_() for i in range(3))
+    f = fs.shard_map(body, mesh=mesh, in_specs=(P("x"), P(), P()), out_specs=P())
+    (grad,) = torch.autograd.grad(f(x, a, b), b, create_graph=create_graph)
+    assert computed == ["b", "b"]
+    (want,) = torch.autograd.grad((torch.tanh(x @ a) @ b).square().sum(), b)
+    torch.testing.assert_close(grad, want)
+
+
+def test_arguments_may_be_written_before_backward() -> None:
+    x = reals(4).requires_grad_()
+    y = fs.shard_map(torch.sin, mesh=Mesh(x=2), in_specs=P("x"), out_specs=P("x"))(x)
+    want = x.detach().cos()
+    with torch.no_grad():
+        x.zero_()
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(grad, want)
+
+
 # -- unreduced and reduced -----------------------------------------------------------------
 
 

@@ -27,6 +27,7 @@ from fshard._torch.functorch import (
     with_batch_at,
 )
 from fshard._torch.legacy_vmap import batch_level, is_legacy_batched, unwrap
+from fshard._torch.memory import own_memory
 from fshard._torch.modes import without_dispatch_modes
 from fshard._torch.symbolic_numbers import has_symbolic_sizes
 from fshard._util.cache import CACHE_SIZE
@@ -132,7 +133,7 @@ class ProgramGroup:
 
     def wider(self, n: int) -> ProgramGroup:
         """Return the programs with one more dim of tensors, last, of size n: a `vmap`'s batch."""
-        return self.with_programs([_wider(prog, n) for prog in self.progs])
+        return self.with_programs([wider(prog, n) for prog in self.progs])
 
     def with_programs(self, progs: Iterable[Program]) -> ProgramGroup:
         """Return a group of other programs with the same ranks and buckets."""
@@ -199,7 +200,8 @@ def _waits_before_last_launch(progs: tuple[Program, ...], bucket_bytes: int | No
 
 
 @lru_cache(maxsize=CACHE_SIZE)
-def _wider(prog: Program, n: int) -> Program:
+def wider(prog: Program, n: int) -> Program:
+    """Return the program with one more dim of tensors, last, of size n: a `vmap`'s batch."""
     src, p = prog.src, prog.src.partition
     partition = PartitionSpec._of((*p.dims, ()), p.unreduced_kinds, p.reduced_kinds)
     wide_src = Spec._of(src.mesh, partition, (*src.shape, n), src.dtype, (*src.sizes, None))
@@ -322,8 +324,9 @@ def _with_empty_batch(ys: Tensors, n: int) -> Tensors:
 
 
 def _with_batch_last(xs: Tensors, dims: Sequence[int | None], n: int) -> Tensors:
-    """Move the dims that `vmap` maps to the end; a tensor without one is repeated n times."""
-    return tuple(with_batch_at(x, dim, -1, n) for x, dim in zip(xs, dims, strict=True))
+    """Move the dims that `vmap` maps to the end; a tensor without one is copied n times."""
+    moved = (with_batch_at(x, dim, -1, n) for x, dim in zip(xs, dims, strict=True))
+    return tuple(map(own_memory, moved))
 
 
 def is_differentiated(*xs: torch.Tensor) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from fshard._torch.modes import without_dispatch_modes
 from fshard._util.dtypes import is_inexact
 from fshard._util.tracebacks import hiding_frames
 from fshard.program.program import Program
-from fshard.run.autograd.linear_function import ProgramGroup, is_differentiated
+from fshard.run.autograd.linear_function import is_differentiated, wider
 from fshard.run.transports.base import backward_phase
 from fshard.run.transports.divergence_report import backward_label
 from fshard.run.transports.shape_only import has_values
@@ -160,14 +161,12 @@ class _Sharding(torch.autograd.Function):
     """Shard a global tensor for all ranks; the cotangent is unsharded, by the transpose."""
 
     @staticmethod
-    def forward(
-        prog: Program, check: CotangentCheck | None, copied: bool, x: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
+    def forward(prog: Program, copied: bool, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return _shards(x, prog, copied)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-        ctx.prog, ctx.check, *_ = inputs
+        ctx.prog = inputs[0]
 
     @staticmethod
     def jvp(ctx: Any, *args: Any) -> tuple[torch.Tensor, ...]:
@@ -175,24 +174,16 @@ class _Sharding(torch.autograd.Function):
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: Sequence[int | None], prog: Program, check: CotangentCheck | None,
-        copied: bool, x: torch.Tensor,
-    ) -> Any:  # fmt: skip
+        info: Any, in_dims: Sequence[int | None], prog: Program, copied: bool, x: torch.Tensor
+    ) -> Any:
         x = with_batch_at(x, in_dims[-1], -1, info.batch_size)
-        wide = ProgramGroup((prog,)).wider(info.batch_size).progs[0]
-        ys = shard_value(x, wide, check, copied=copied)
+        ys = shard_value(x, wider(prog, info.batch_size), copied=copied)
         return ys, (-1,) * len(ys)
 
     @staticmethod
     @hiding_frames
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        def compare(xs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-            ctx.check(xs)
-            return xs
-
-        if ctx.check is not None:
-            grads = map_batch_dims(compare, grads)
-        return None, None, None, unshard_value(grads, ctx.prog.T)
+        return None, None, unshard_value(grads, ctx.prog.T)
 
 
 class _Unsharding(torch.autograd.Function):
@@ -215,7 +206,7 @@ class _Unsharding(torch.autograd.Function):
     def vmap(info: Any, in_dims: Sequence[int | None], prog: Program, *xs: torch.Tensor) -> Any:
         n = info.batch_size
         batches = [with_batch_at(x, dim, -1, n) for x, dim in zip(xs, in_dims[1:], strict=True)]
-        return unshard_value(batches, ProgramGroup((prog,)).wider(n).progs[0]), -1
+        return unshard_value(batches, wider(prog, n)), -1
 
     @staticmethod
     @hiding_frames
@@ -237,33 +228,81 @@ def unshard_value(xs: Sequence[torch.Tensor], prog: Program) -> torch.Tensor:
     return replicated_value(prog(tuple(xs)))
 
 
-CotangentCheck = Callable[[Sequence[torch.Tensor]], object]
-"""Function of the cotangents of all ranks' shards; it raises if they are not of one value."""
-
-
 def shard_value(
-    x: torch.Tensor, prog: Program, check: CotangentCheck | None = None, *, copied: bool = False
+    x: torch.Tensor, prog: Program, *, copied: bool = False
 ) -> tuple[torch.Tensor, ...]:
     """Return the shards of a global tensor for all ranks of a simulation, differentiably.
 
     Args:
         x: the global tensor.
         prog: the local steps from the invariant tensor to its shards.
-        check: called with the cotangents of the shards.
         copied: whether shards have memory of their own.
     """
-    if is_legacy_batched(x):
-        batches: tuple[torch.Tensor, ...] = prog(replicate_shards(x, prog.src.mesh.size))
-        return batches
-    if is_differentiated(x):
-        ys: tuple[torch.Tensor, ...] = apply_function(_Sharding, prog, check, copied, x)
+    if is_differentiated(x) and not is_legacy_batched(x):
+        ys: tuple[torch.Tensor, ...] = apply_function(_Sharding, prog, copied, x)
         return ys
     return _shards(x, prog, copied)
 
 
+CotangentCheck = Callable[[Sequence[torch.Tensor]], object]
+"""Function of the cotangents of all ranks' shards; it raises if they are not of one value."""
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalInput:
+    """Input of a function of every simulated rank that is one tensor, of which each has a shard.
+
+    Attributes:
+        prog: the local steps from the invariant tensor to its shards.
+        check: called with the cotangents of the shards.
+        copied: whether shards have memory of their own.
+        batch_dims: number of leading dims that batches have added to the tensor and its shards.
+    """
+
+    prog: Program
+    check: CotangentCheck | None = None
+    copied: bool = False
+    batch_dims: int = 0
+
+    def batched(self) -> GlobalInput:
+        """Return the input with one more batch dim."""
+        return replace(self, batch_dims=self.batch_dims + 1)
+
+    def shards(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the shards of a tensor, without a gradient."""
+        return self._run(lambda prog, xs: _shards(xs[0], prog, self.copied), (x,))
+
+    def unsharded(self, cotangents: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Return the cotangent of the tensor, without a gradient."""
+
+        def compare(xs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+            if self.check is not None:
+                self.check(xs)
+            return xs
+
+        map_batch_dims(compare, cotangents)
+        return self._run(lambda prog, xs: prog.T(xs)[:1], cotangents)[0]
+
+    def _run(
+        self,
+        function: Callable[[Program, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]],
+        xs: tuple[torch.Tensor, ...],
+    ) -> tuple[torch.Tensor, ...]:
+        """Return `function(prog, xs)`, by a program with the batches as its last dim."""
+        if self.batch_dims == 0:
+            return function(self.prog, xs)
+        sizes, last = xs[0].shape[: self.batch_dims], self.batch_dims - 1
+        batches = tuple([x.flatten(0, last).movedim(0, -1) for x in xs])
+        ys = function(wider(self.prog, sizes.numel()), batches)
+        return tuple([y.movedim(-1, 0).unflatten(0, sizes) for y in ys])
+
+
 def _shards(x: torch.Tensor, prog: Program, copied: bool) -> tuple[torch.Tensor, ...]:
-    shards: tuple[torch.Tensor, ...] = prog(tuple([x.detach() for _ in prog.src.mesh.ranks]))
-    return unaliased_all(shards, (x,)) if copied else shards
+    n = prog.src.mesh.size
+    batched = is_legacy_batched(x)
+    copies = replicate_shards(x, n) if batched else tuple([x.detach() for _ in range(n)])
+    shards: tuple[torch.Tensor, ...] = prog(copies)
+    return unaliased_all(shards, (x,)) if copied and not batched else shards
 
 
 def are_close(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -107,6 +107,16 @@ def test_unreachable_closures_are_refused_under_transforms() -> None:
             transform()
 
 
+def test_collectives_of_batches_and_of_constants_together() -> None:
+    def body(x: Tensor, w: Tensor) -> Tensor:
+        total, constant = fs.psum((x @ w, x.detach()), "x")
+        return total.sum() * constant.sum()
+
+    mapped = fs.shard_map(body, mesh=MESH, in_specs=(P("x"), P()), out_specs=P())
+    want = hessian(lambda w: (X @ w.exp()).sum() * X.sum())(W)
+    close(hessian(lambda w: mapped(X, w.exp()))(W), want)
+
+
 def test_local_map_of_pairs_under_transforms() -> None:
     body, _, dense = CASES["psum"]
     spec = fs.Spec(MESH, P("x"), shape=X.shape, dtype=X.dtype)
