@@ -65,11 +65,11 @@ def library_operation(node: Any) -> str | None:
     return name[len(_GENERATED) : -len("Backward")] if name.startswith(_GENERATED) else None
 
 
-def custom_function(node: Any) -> type[torch.autograd.Function] | None:
-    """Return the user's `autograd.Function` that a node of a graph is of, None for other nodes."""
-    if not isinstance(node, BackwardCFunction):
+def custom_function(kind: type) -> type[torch.autograd.Function] | None:
+    """Return the user's `autograd.Function` of a type of nodes, None for other types."""
+    if not issubclass(kind, BackwardCFunction):
         return None
-    function: type[torch.autograd.Function] = type(node)._forward_cls  # type: ignore[attr-defined]
+    function: type[torch.autograd.Function] = kind._forward_cls  # type: ignore[attr-defined]
     return None if function.__module__.startswith("fshard.") else function
 
 
@@ -79,7 +79,7 @@ def has_unequal_orders(node: Any) -> str | None:
     Such are custom functions, of which both are independent, and those of PyTorch whose tangent is
     computed from saved results that it takes as constants: norms, determinants, solvers.
     """
-    function = custom_function(node)
+    function = custom_function(type(node))
     if function is not None:
         return function.__name__
     name = type(node).__name__

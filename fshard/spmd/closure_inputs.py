@@ -172,7 +172,10 @@ def check_backwards(where: str, nodes: Iterable[Any], xs: Iterable[torch.Tensor]
         xs: the inputs of these graphs.
     """
     own = set(map(id, xs))
-    for function in {function for node in nodes if (function := custom_function(node))}:
+    for kind in set(map(type, nodes)):
+        function = custom_function(kind)
+        if function is None:
+            continue
         is_new_style = function.setup_context is not torch.autograd.Function.setup_context
         for name in "backward", "jvp", "setup_context" if is_new_style else "forward":
             for x in _reachable_tensors(getattr(function, name)):
