@@ -1,7 +1,7 @@
 """Operations on tensors whose space or sequence is sharded: images, volumes, points, sequences.
 
 - `windowed_ops`: convolutions, pooling, interpolation, padding on pairs, as in
-  `torch.nn.functional`; `window_arguments`: what is wrong with arguments that are refused.
+  `torch.nn.functional`.
 - `halos`: shards extended by their neighbours' elements, and the transpose.
 - `window_plans`: the elements of a dim that each rank needs for its part of a windowed operation.
 - `ring_fold`: a fold over blocks that move around a ring of ranks (`spmd/collectives/ring_fold`).

@@ -8,38 +8,31 @@ result is on the rank that has the middle of its window. Gradients add up where 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch.nn.functional as F
 
-from fshard._util.errors import Problem, raise_if
-from fshard.domain.window_arguments import (
-    channel_problems,
-    convolution_problems,
-    window_problems,
-    word_problems,
-)
+from fshard._util.errors import raise_if
+from fshard.ops.core.window_arguments import argument_problems
 from fshard.partition.apply import on_pairs
 
 Ints = int | Sequence[int]
 """One int for all spatial dims, or one for each."""
 
 
-Problems = Callable[[], list[Problem]]
-
-
-def _run(name: str, problems: Problems, *args: Any, **kwargs: Any) -> Any:
+def _run(name: str, *args: Any, **kwargs: Any) -> Any:
     """Run a function of `torch.nn.functional` on pairs, in the layouts that they have.
 
-    A call that is refused names the `problems` of its arguments.
+    A call that is refused names the problems of its arguments.
     """
     try:
         return _on_pairs(name)(*args, **kwargs)
-    except Exception as error:  # noqa: BLE001 - it is raised again
-        refusal = error
-    raise_if(f"fs.domain.{name}", list(dict.fromkeys(problems())))
-    raise refusal
+    except Exception:
+        problems = argument_problems(getattr(F, name), args, kwargs)
+        if not problems:
+            raise
+    raise_if(f"fs.domain.{name}", problems)
 
 
 @cache
@@ -99,10 +92,7 @@ def _convolution(n: int) -> Callable[..., Any]:
         dilation: Ints = 1, groups: int = 1,
     ) -> Any:  # fmt: skip
         sizes = map(_listed, (stride, padding, dilation))
-        problems = partial(
-            convolution_problems, input, weight, n, stride, padding, dilation, groups
-        )
-        return _run(f"conv{n}d", problems, input, weight, bias, *sizes, groups)
+        return _run(f"conv{n}d", input, weight, bias, *sizes, groups)
 
     return _named(conv, f"conv{n}d", n, CONVOLUTION)
 
@@ -146,8 +136,7 @@ def _transposed(n: int) -> Callable[..., Any]:
         output_padding: Ints = 0, groups: int = 1, dilation: Ints = 1,
     ) -> Any:  # fmt: skip
         sizes = map(_listed, (stride, padding, output_padding))
-        problems = partial(channel_problems, input, weight, n, groups, True)
-        return _run(f"conv_transpose{n}d", problems, input, weight, bias, *sizes, groups,
+        return _run(f"conv_transpose{n}d", input, weight, bias, *sizes, groups,
                     _listed(dilation))  # fmt: skip
 
     return _named(conv, f"conv_transpose{n}d", n, TRANSPOSED)
@@ -192,8 +181,7 @@ def _average(n: int) -> Callable[..., Any]:
         input: Any, kernel_size: Ints, stride: Ints | None = None, padding: Ints = 0,
         ceil_mode: bool = False, count_include_pad: bool = True, **divisor: int,
     ) -> Any:  # fmt: skip
-        problems = partial(window_problems, input, n, kernel_size, stride, padding, pools=True)
-        return _run(f"avg_pool{n}d", problems, input, kernel_size, stride, padding, ceil_mode,
+        return _run(f"avg_pool{n}d", input, kernel_size, stride, padding, ceil_mode,
                     count_include_pad, **divisor)  # fmt: skip
 
     return _named(pool, f"avg_pool{n}d", n, AVERAGE)
@@ -235,9 +223,7 @@ def _maximum(n: int) -> Callable[..., Any]:
         input: Any, kernel_size: Ints, stride: Ints | None = None, padding: Ints = 0,
         dilation: Ints = 1, ceil_mode: bool = False, return_indices: bool = False,
     ) -> Any:  # fmt: skip
-        problems = partial(window_problems, input, n, kernel_size, stride, padding, dilation,
-                           pools=True)  # fmt: skip
-        return _run(f"max_pool{n}d", problems, input, kernel_size, stride, padding, dilation,
+        return _run(f"max_pool{n}d", input, kernel_size, stride, padding, dilation,
                     ceil_mode=ceil_mode, return_indices=return_indices)  # fmt: skip
 
     return _named(pool, f"max_pool{n}d", n, MAXIMUM)
@@ -271,7 +257,7 @@ ADAPTIVE_AVERAGE = """
 
 def _adaptive_average(n: int) -> Callable[..., Any]:
     def pool(input: Any, output_size: int | Sequence[int | None]) -> Any:
-        return _run(f"adaptive_avg_pool{n}d", list, input, output_size)
+        return _run(f"adaptive_avg_pool{n}d", input, output_size)
 
     return _named(pool, f"adaptive_avg_pool{n}d", n, ADAPTIVE_AVERAGE)
 
@@ -304,9 +290,7 @@ ADAPTIVE_MAXIMUM = """
 
 def _adaptive_maximum(n: int) -> Callable[..., Any]:
     def pool(input: Any, output_size: Ints, return_indices: bool = False) -> Any:
-        return _run(
-            f"adaptive_max_pool{n}d", list, input, output_size, return_indices=return_indices
-        )
+        return _run(f"adaptive_max_pool{n}d", input, output_size, return_indices=return_indices)
 
     return _named(pool, f"adaptive_max_pool{n}d", n, ADAPTIVE_MAXIMUM)
 
@@ -315,12 +299,6 @@ adaptive_max_pool1d, adaptive_max_pool2d, adaptive_max_pool3d = map(_adaptive_ma
 
 
 # -- other operations -----------------------------------------------------------------------------
-
-
-INTERPOLATIONS = (
-    "nearest", "nearest-exact", "linear", "bilinear", "bicubic", "trilinear", "area",
-)  # fmt: skip
-PADDINGS = ("constant", "reflect", "replicate", "circular")
 
 
 def interpolate(
@@ -358,8 +336,7 @@ def interpolate(
     >>> y.spec, torch.allclose(fs.unshard(y), full, atol=1e-5)
     (f32[1,2,12@h,12], True)
     """
-    problems = partial(word_problems, INTERPOLATIONS, mode=mode)
-    return _run("interpolate", problems, input, size, scale_factor, mode, align_corners,
+    return _run("interpolate", input, size, scale_factor, mode, align_corners,
                 recompute_scale_factor, antialias)  # fmt: skip
 
 
@@ -386,8 +363,7 @@ def pad(input: Any, pad: Sequence[int], mode: str = "constant", value: float | N
     >>> y.spec, y.local[0][0, 0]
     (f32[1,1,11@h:chunk], tensor([6., 7., 0., 1., 2., 3.]))
     """
-    problems = partial(word_problems, PADDINGS, mode=mode)
-    return _run("pad", problems, input, pad, mode, value)
+    return _run("pad", input, pad, mode, value)
 
 
 def unfold(
@@ -417,8 +393,7 @@ def unfold(
     >>> y.spec, torch.equal(fs.unshard(y), torch.nn.functional.unfold(x, 3, padding=1))
     (f32[1,18,32@h], True)
     """
-    problems = partial(window_problems, input, 2, kernel_size, stride, padding, dilation)
-    return _run("unfold", problems, input, kernel_size, dilation, padding, stride)
+    return _run("unfold", input, kernel_size, dilation, padding, stride)
 
 
 def fold(
@@ -452,4 +427,4 @@ def fold(
     >>> y.spec, torch.allclose(fs.unshard(y), full, atol=1e-5)
     (f32[1,2,8@h,4], True)
     """
-    return _run("fold", list, input, output_size, kernel_size, dilation, padding, stride)
+    return _run("fold", input, output_size, kernel_size, dilation, padding, stride)

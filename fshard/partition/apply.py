@@ -17,7 +17,7 @@ import torch
 from fshard._torch.modes import DispatchMode
 from fshard._torch.operators import overload_or_self
 from fshard._util.cache import CACHE_SIZE, BoundedDict
-from fshard._util.errors import fail
+from fshard._util.errors import fail, raise_if
 from fshard._util.text import below, bytes_text, columns, one_line, time_text
 from fshard._util.tracebacks import hide_frames
 from fshard.layout.mesh import Mesh
@@ -39,6 +39,7 @@ from fshard.ops.core.call import (
     name_of,
 )
 from fshard.ops.core.registry import has_other_forms, read_arguments
+from fshard.ops.core.window_arguments import argument_problems
 from fshard.ops.prng.keyed_block import KeyedBlock, keyed_block_hook
 from fshard.ops.propagate.propagate import (
     is_composite,
@@ -119,8 +120,11 @@ def on_pairs(
         try:
             return _apply(op, mode, topology, *args, **kwargs)
         except Exception as error:
-            hide_frames(error)
-            raise
+            problems = argument_problems(op, args, kwargs)
+            if not problems:
+                hide_frames(error)
+                raise
+        raise_if(f"fs.apply({name_of(op)})", problems)
 
     return call
 

@@ -69,6 +69,9 @@ CALLS: dict[str, tuple[Any, str]] = {
     "dilation": (lambda: conv(IMAGE, WEIGHT, dilation=0), "dilation must be an int of at least 1"),
     "weight": (lambda: conv(IMAGE, WEIGHT.double()), "both must have one dtype"),
     "bias": (lambda: conv(IMAGE, WEIGHT, torch.ones(5)), "one element for each channel"),
+    "flag": (lambda: pool(IMAGE, 2, ceil_mode="a"), "ceil_mode must be True or False"),
+    "option": (lambda: fs.domain.avg_pool1d(IMAGE, 2, divisor=3), "an option must be one of input"),
+    "scale of interpolation": (lambda: interpolate(IMAGE, scale_factor=0.01), "leave an element"),
     "halo dims": (lambda: halo(IMAGE, {2: (1, 1), -2: (1, 1)}), "a dim must be listed once"),
     "halo axis": (lambda: halo(IMAGE, {2: (1, 1)}, axis_name={2: "x"}), "both must be left out"),
     "halo sizes": (lambda: halo(IMAGE, {2: (1, 1)}, sizes={2: (4, 4)}), "both must be left out"),
@@ -98,3 +101,44 @@ def test_sizes_in_a_body_that_do_not_fit_are_refused(name: str) -> None:
     with fs.comm_log() as log, pytest.raises(ShardingError, match=r"sizes"):
         fs.shard_map(SIZES[name], mesh=MESH, in_specs=P("x"), out_specs=P("x"))(torch.ones(4, 2))
     assert not log.counts
+
+
+COLUMNS = fs.shard(torch.ones(1, 18, 64), MESH, P(None, None, "x"))
+WINDOWS: dict[str, tuple[str, tuple[Any, ...], dict[str, Any], str]] = {
+    "same": ("conv2d", (IMAGE, WEIGHT), {"padding": "same", "stride": 2}, "stride must be 1"),
+    "word": ("conv2d", (IMAGE, WEIGHT), {"padding": "full"}, "same or valid"),
+    "long": ("conv2d", (IMAGE, WEIGHT), {"dilation": 9}, "longer than the padded dim of 8"),
+    "bias": ("conv2d", (IMAGE, WEIGHT), {"bias": WEIGHT}, r"must be None, or have shape \(6,\)"),
+    "cropped": ("conv_transpose2d", (IMAGE, WEIGHT[:2]), {"padding": 9}, "leave an element"),
+    "negative": ("conv_transpose2d", (IMAGE, WEIGHT[:2]), {"output_padding": -1}, "at least 0"),
+    "divisor": ("avg_pool2d", (IMAGE, 2), {"divisor_override": 0}, "an int other than 0"),
+    "adaptive": ("adaptive_avg_pool2d", (IMAGE,), {"output_size": -1}, "an int of at least 0"),
+    "lengths": ("adaptive_max_pool2d", (IMAGE,), {"output_size": (1, 2, 3)}, "or 2 of them"),
+    "no size": ("interpolate", (IMAGE,), {"size": None}, "one of size and scale_factor"),
+    "scale": ("interpolate", (IMAGE,), {"scale_factor": "a"}, "must be a number above 0"),
+    "dims": ("interpolate", (IMAGE, 4), {"mode": "linear"}, "2 dims and 1 spatial ones"),
+    "corners": ("interpolate", (IMAGE, 4), {"align_corners": True}, "must be None"),
+    "odd pad": ("pad", (IMAGE,), {"pad": (1, 2, 3)}, "pad must be pairs of ints"),
+    "dims of pad": ("pad", (IMAGE,), {"pad": (1, 1), "mode": "reflect"}, "must have 4 ints"),
+    "reflected": ("pad", (IMAGE,), {"pad": (8, 0, 0, 0), "mode": "reflect"}, "at most 7 elements"),
+    "one number": ("unfold", (IMAGE,), {"kernel_size": (3,)}, "or 2 of them"),
+    "columns": ("fold", (COLUMNS, 9, 3), {"padding": 1}, r"channels \* 9, 9 \* 9 windows"),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_arguments_of_windows_are_explained_alike_everywhere(name: str) -> None:
+    function, args, options, rule = WINDOWS[name]
+    op = getattr(torch.nn.functional, function)
+    forms: list[Any] = [
+        lambda **options: getattr(fs.domain, function)(*args, **options),
+        lambda **options: fs.on_pairs(op, mode="auto")(*args, **options),
+        lambda **options: fs.partition(lambda x: op(x, *args[1:], **options), mesh=MESH)(args[0]),
+    ]
+    for form in forms:
+        with fs.comm_log() as log, pytest.raises(ShardingError, match=rule) as raised:
+            form(**options)
+        assert not log.counts
+        (problem,) = raised.value.problems
+        if "=" in problem.fix:
+            form(**{**options, **eval(f"dict({problem.fix})")})

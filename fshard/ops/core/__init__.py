@@ -7,4 +7,5 @@
 - `builders`: factors, dims and modes that rule generators share.
 - `sharding_lists`: rules from lists of acceptable shardings, as DTensor has them.
 - `cache_keys`: arguments as hashable keys.
+- `window_arguments`: problems of the arguments of windowed functions that are refused.
 """

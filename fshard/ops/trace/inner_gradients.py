@@ -38,15 +38,17 @@ from fshard._torch.memory import innermost, storage_address
 from fshard._torch.modes import DisableTorchFunction, DispatchMode, function_modes
 from fshard._torch.operators import is_query
 from fshard._util.dtypes import is_inexact
-from fshard._util.errors import fail
+from fshard._util.errors import fail, raise_if
 from fshard.layout.tree import tensors_in
-from fshard.ops.core.call import map_call, map_instances
+from fshard.ops.core.call import map_call, map_instances, name_of
+from fshard.ops.core.window_arguments import argument_problems
 from fshard.ops.trace.constants import READS, read_constants, with_known_sizes
 from fshard.ops.trace.custom_functions import apply_in_transform, apply_traced, has_own_backward
 from fshard.ops.trace.fused_updates import FUSED_STEPS
 from fshard.ops.trace.inference import as_traced
 from fshard.ops.trace.source_places import note_place
 from fshard.ops.trace.unread_values import WITHOUT_READS
+from fshard.run.transports.divergence_report import user_line
 from fshard.spmd.closure_inputs import graph_leaves
 from fshard.spmd.tracking.torch_effects import Action, effect_of
 
@@ -99,6 +101,16 @@ class TraceMode(TorchFunctionMode):
         values, closures = read_constants(func, args, kwargs or {}, _node_of, _closed_over())
         self.closures += closures
         return values
+
+    def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run a function; raise `ShardingError` for arguments of windows that it refuses."""
+        try:
+            return _REPLACED.get(func, func)(*as_traced(func, args), **kwargs)
+        except Exception:
+            problems = argument_problems(func, args, kwargs)
+            if not problems:
+                raise
+        raise_if(f"{self.where}{user_line(None, None)}: {name_of(func)}", problems)
 
     def refuse(self, func: Any, args: Sequence[Any], kwargs: Any) -> None:
         """Raise `ShardingError` for calls that cannot be traced.
@@ -157,7 +169,7 @@ class AboveAutograd(TraceMode):
         if func in READS and (values := self.read(func, args, kwargs)):
             return values[0]
         func, args, kwargs = with_known_sizes(func, args, kwargs or {}, self.read)
-        out = _REPLACED.get(func, func)(*as_traced(func, args), **kwargs)
+        out = self.run(func, args, kwargs)
         if func == torch.Tensor.requires_grad.__get__ and not out:  # type: ignore[attr-defined]
             return torch.is_grad_enabled() and is_inexact(args[0]) and self._reaches(args[0])
         return out
@@ -210,7 +222,7 @@ class BelowAutograd(TraceMode):
         func, args, kwargs = with_known_sizes(func, args, kwargs or {}, self.read)
         if self.tracked and not torch.is_grad_enabled():
             args, kwargs = _without_written_gradients(func, args, kwargs)
-        out = _REPLACED.get(func, func)(*as_traced(func, args), **kwargs)
+        out = self.run(func, args, kwargs)
         has_graph = func is not torch.autograd.grad or bool(kwargs.get("create_graph"))
         if func == _GRAD and out is not None:  # which backward() has filled
             has_graph = out.requires_grad

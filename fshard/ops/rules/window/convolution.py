@@ -17,6 +17,7 @@ from fshard.ops.core.builders import linear_modes
 from fshard.ops.core.call import Meta, OpCall, argument
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Rule
+from fshard.ops.core.window_arguments import number_problems
 from fshard.ops.core.windows import Window
 from fshard.ops.rules.letters import bias_modes, letters
 from fshard.ops.rules.shard_call import (
@@ -31,7 +32,6 @@ from fshard.ops.rules.window.window_dims import (
     Span,
     SpatialFactors,
     Windows,
-    number_problems,
     padded,
     reads_nothing,
     spans,
@@ -258,10 +258,10 @@ class _LocalWindows(StaticRewrite):
 def _check(call: OpCall) -> None:
     """Raise for arguments that PyTorch refuses on devices alone, not in the shapes of results."""
     x, weight, bias = call.operands[0], call.operands[1], call.operand_index("bias")
-    least = {"stride": 1, "padding": 0, "dilation": 1}
+    least = {"stride": 1, "padding": 0, "dilation": 1, "output_padding": 0}
     values = {name: (call.get(name), k) for name, k in least.items() if call.has(name)}
     numbers = {name: row for name, row in values.items() if not isinstance(row[0], str)}
-    problems = number_problems(weight.ndim - 2, **numbers)
+    problems = number_problems(weight.ndim - 2, numbers)
     if call.has("output_padding") and not problems:
         for dim in range(weight.ndim - 2):
             words = ("output_padding", 0), ("stride", 1), ("dilation", 1)

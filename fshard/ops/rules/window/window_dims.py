@@ -11,9 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard._util.cache import CACHE_SIZE
-from fshard._util.errors import Problem
 from fshard.layout.spec import Spec
-from fshard.layout.validation import as_ints
 from fshard.ops.core.call import Meta, OpCall, base_name
 from fshard.ops.core.rule import Dims, Mode, Rule
 from fshard.ops.core.windows import Reach, Window
@@ -32,18 +30,6 @@ def spatial_value(call: OpCall, name: str, dim: int, default: Any) -> Any:
     return default if values is None else values
 
 
-def number_problems(n: int, **numbers: tuple[Any, int]) -> list[Problem]:
-    """Return the problems of arguments for `n` spatial dims, given as their value and the least."""
-    several = f", or {n} of them" if n > 1 else ""
-    problems = []
-    for name, (value, least) in numbers.items():
-        listed = as_ints(value if isinstance(value, list | tuple) else (value,))
-        if not listed or len(listed) not in (1, n) or min(listed) < least:
-            rule = f"{name} must be an int of at least {least}{several}"
-            problems.append(Problem(f"{name}={value!r}", rule, f"{name}={least}"))
-    return problems
-
-
 @dataclass(frozen=True, slots=True)
 class SpatialFactors:
     """Factors of the spatial dims: of the tensor that is read, and of the result."""
@@ -56,9 +42,9 @@ class SpatialFactors:
     def of(windows: Windows, names: Sequence[str]) -> SpatialFactors:
         """Return the factors of dims with these windows, the same of both tensors without one."""
         pairs = list(zip(windows, names, strict=False))
-        read = tuple((window.of if window else name,) for window, name in pairs)
-        made = tuple((window.name if window else name,) for window, name in pairs)
-        return SpatialFactors(read, made, tuple(window for window in windows if window))
+        read = tuple((name if window is None else window.of,) for window, name in pairs)
+        made = tuple((name if window is None else window.name,) for window, name in pairs)
+        return SpatialFactors(read, made, tuple(w for w in windows if w is not None))
 
 
 class Span(NamedTuple):
