@@ -110,8 +110,7 @@ def on_pairs(
     """
     if mode not in MODES:
         fail("fs.on_pairs", f"mode={mode!r}", "mode must be 'explicit' or 'auto'", "mode='auto'")
-    if not callable(op):
-        check_callable(op, "fs.on_pairs")
+    check_callable(op, "fs.on_pairs")
     op = overload_or_self(op)
     if topology is not None:
         as_topology("fs.on_pairs", topology)
@@ -211,9 +210,6 @@ def _apply(op: Any, mode: str, topology: Topology | None, /, *args: Any, **kwarg
         return _run(strategy, mesh, simulated, locals_, placed, keywords)
     except ValueDependentShapeError:
         pass
-    except Exception as error:
-        hide_frames(error)
-        raise
     return _apply_unsharded(op, mode, topology, mesh, simulated, placed, keywords)
 
 
