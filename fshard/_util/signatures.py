@@ -8,7 +8,7 @@ cost nothing more.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -39,6 +39,40 @@ def explain_binding(
     args, parameters = _without_self(args, signature.parameters)
     problems = binding_problems(parameters, args, kwargs)
     raise_if(public_name(fn), problems, kind=SignatureError)
+
+
+CALL = "_fshard_call"
+"""Attribute of functions that are made of others, for errors: a call that they take."""
+ANY_CALL = "change the call, or the function's parameters"
+
+
+def check_call(
+    where: str,
+    signature: inspect.Signature,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    example: str = ANY_CALL,
+) -> None:
+    """Raise a `SignatureError` for a call that a user's function does not take.
+
+    >>> check_call("f", inspect.signature(lambda x, scale=1.0: x), (), {"scal": 2})
+    Traceback (most recent call last):
+    fshard._util.signatures.SignatureError: f
+      given: missing a required argument: 'x'
+      rule:  arguments must be those of the function, (x, scale=1.0)
+      fix:   did you mean 'scale'?
+    """
+    try:
+        signature.bind(*args, **kwargs)
+        return
+    except TypeError as error:
+        given = str(error)
+    parameters = [p.replace(annotation=MISSING) for p in signature.parameters.values()]
+    shown = signature.replace(parameters=parameters, return_annotation=MISSING)
+    unknown = [name for name in kwargs if name not in signature.parameters]
+    fix = did_you_mean(unknown[0], signature.parameters, example) if unknown else example
+    rule = f"arguments must be those of the function, {shown}"
+    raise_if(where, [Problem(given, rule, fix)], kind=SignatureError)
 
 
 def public_name(fn: Callable[..., Any]) -> str:

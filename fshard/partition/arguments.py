@@ -12,6 +12,7 @@ import torch
 
 from fshard._torch.functorch import innermost_level, is_transformed
 from fshard._util.errors import Problem, ShardingError, fail
+from fshard._util.signatures import CALL, check_call
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.sharded import Sharded
@@ -111,19 +112,21 @@ def tracked(leaves: Sequence[Any]) -> tuple[bool, ...]:
 
 
 def bind(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], where: str
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a call: by position, and those that have a name alone.
 
     Parameters left out in between get their defaults.
 
     Raises:
-        TypeError: Python's own, for a call that does not fit the signature.
+        SignatureError: for a call that does not fit the signature; it is a `TypeError`, too.
 
-    >>> bind(lambda x, scale=1.0, mask=None, *, sign=1: x, (0,), {"mask": 2, "sign": 3})
+    >>> bind(lambda x, scale=1.0, mask=None, *, sign=1: x, (0,), {"mask": 2, "sign": 3}, "f")
     ((0, 1.0, 2), {'sign': 3})
     """
-    bound = inspect.signature(fn).bind(*args, **kwargs)
+    signature = inspect.signature(fn)
+    check_call(where, signature, args, kwargs)
+    bound = signature.bind(*args, **kwargs)
     passed = {*bound.arguments}
     bound.apply_defaults()
     positional: list[Any] = []
@@ -141,21 +144,30 @@ def bind(
     return tuple(positional[:count]), named
 
 
-def module_function(module: torch.nn.Module) -> Callable[..., Any]:
-    """Return a module as a function of a dict of its parameters and of its arguments."""
+def module_function(module: torch.nn.Module, where: str, call: str) -> Callable[..., Any]:
+    """Return a module as a function of a dict of its parameters and of its arguments.
+
+    Args:
+        module: the module.
+        where: the caller, for errors.
+        call: a call of the function with the module's parameters, for errors.
+    """
 
     def run(params: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(params, dict):
-            fail(f"fs.partition({type(module).__name__})",
-                 "a first argument that is not a dict",
-                 "a module must be called with a dict of its parameters first",
-                 "part(dict(module.named_parameters()), *args)")  # fmt: skip
+            rule = "a module must be called with a dict of its parameters first"
+            given = "a first argument that is not a dict"
+            fail(f"{where}({type(module).__name__})", given, rule, call)
         values = with_tied_names(module, params)
         return torch.func.functional_call(module, values, args, kwargs, tie_weights=False)
 
     run.__name__ = type(module).__name__
-    # The signature of the module's forward, with its parameters in the place of `self`.
-    run.__signature__ = inspect.signature(type(module).forward)  # type: ignore[attr-defined]
+    setattr(run, CALL, call)
+    signature = inspect.signature(type(module).forward)
+    itself, *parameters = signature.parameters.values()
+    if "params" not in signature.parameters:
+        itself = itself.replace(name="params")
+    run.__signature__ = signature.replace(parameters=[itself, *parameters])  # type: ignore[attr-defined]
     return run
 
 

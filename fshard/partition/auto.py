@@ -163,10 +163,11 @@ def auto(
     floating dtype does). Times and bytes are those of the cost model.
 
     Args:
-        fn: the function.
+        fn: the function, or a module, whose first argument is a dict of its parameters, as in
+            `fs.partition`.
         mesh: the mesh of the layouts.
         example_args: its arguments in order: tensors, also on the meta device, or specs of their
-            shapes and dtypes.
+            shapes and dtypes; `[dict(module.named_parameters()), x]` of a module.
         memory: bytes that a rank may hold over a step, as of `fs.partition`; None is unlimited.
             Layouts are chosen so that a step fits. If sharded arguments are gathered again in the
             backward pass, or values recomputed, in less time than other layouts take, or if no

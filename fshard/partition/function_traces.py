@@ -20,6 +20,7 @@ from fshard.ops.trace.trace import TracedFunction, trace
 from fshard.partition.arguments import CallSignature
 from fshard.partition.state.host_generators import refuse_draws
 from fshard.partition.state.python_state import PythonState, StateKey
+from fshard.spmd.in_specs import ArgSignature
 
 MAX_STATES = 16
 """States whose traces are kept: old traces keep the tensors alive that the function closed over."""
@@ -118,7 +119,7 @@ class FunctionTraces:
         signature: CallSignature, numbers: tuple[int, ...], repeats: tuple[int, ...],
     ) -> tuple[TracedFunction, TreeDef]:  # fmt: skip
         result_trees: list[TreeDef] = []
-
+        ArgSignature(self.fn).check(self.where, *unflatten(tree, leaves))
         tensors = [meta for meta in metas if meta is not None]
         walk = self.python_state.walk
         recomputed = [] if walk is None else recomputed_weights(walk.objects)

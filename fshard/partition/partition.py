@@ -127,7 +127,7 @@ class Partition:
             if is_recording_below_autograd():
                 args, kwargs = tree_map(with_integer_sizes, (args, kwargs))
             if kwargs:
-                args, kwargs = arguments.bind(self.fn, args, kwargs)
+                args, kwargs = arguments.bind(self.fn, args, kwargs, self.where)
             leaves, call, specs = self._lookup(args, kwargs, runs=True)
             tensors = arguments.tensor_leaves(leaves, specs)
             if call.written:
@@ -165,7 +165,7 @@ class Partition:
             `graph(rank)` and `explain()`.
         """
         if kwargs:
-            args, kwargs = arguments.bind(self.fn, args, kwargs)
+            args, kwargs = arguments.bind(self.fn, args, kwargs, self.where)
         return self._lookup(args, kwargs, runs=False)[1]
 
     def __repr__(self) -> str:
@@ -475,7 +475,8 @@ def partition(
              "the first argument must be a function",
              "fs.partition(fn, mesh=mesh, in_specs=...)")  # fmt: skip
     source = fn if isinstance(fn, torch.nn.Module) else None
-    run = fn if source is None else arguments.module_function(source)
+    call = "part(dict(module.named_parameters()), *args)"
+    run = fn if source is None else arguments.module_function(source, "fs.partition", call)
     axes, repeated = ((x,) if isinstance(x, str) else tuple(x) for x in (hold, replicate))
     mesh.check_axes(axes, "fs.partition: hold")
     mesh.check_axes(repeated, "fs.partition: replicate")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fshard._util.errors import fail
+from fshard._util.signatures import ANY_CALL, CALL, check_call
 from fshard._util.text import type_name
 from fshard._util.tracebacks import runs_users_operation
 from fshard.layout.partition_spec import PartitionSpec
@@ -67,17 +68,17 @@ class ArgSignature:
     """Parameters of a function, read once; without the first `skip`.
 
     Attributes:
-        name: the function's name.
+        example: a call of the function for errors, where it is made of another.
         signature: the signature, None for builtins that have none.
         parameters: its parameters.
         num_named: number of parameters that are not `*args` or `**kwargs`.
         is_variadic: whether the number of positional arguments is not limited.
     """
 
-    __slots__ = ("is_variadic", "name", "num_named", "parameters", "signature")
+    __slots__ = ("example", "is_variadic", "num_named", "parameters", "signature")
 
     def __init__(self, fn: Callable[..., Any], *, skip: int = 0) -> None:
-        self.name = getattr(fn, "__name__", type(fn).__name__)
+        self.example = getattr(fn, CALL, ANY_CALL)
         self.signature: inspect.Signature | None
         try:
             self.signature = inspect.signature(fn)
@@ -94,13 +95,10 @@ class ArgSignature:
         self.is_variadic = not kinds or inspect.Parameter.VAR_POSITIONAL in kinds
 
     @runs_users_operation
-    def check(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Raise TypeError, as Python does, for a call that does not fit."""
+    def check(self, where: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Raise `SignatureError`, which is a TypeError too, for a call that does not fit."""
         if self.signature is not None:
-            try:
-                self.signature.bind(*args, **kwargs)
-            except TypeError as error:
-                raise TypeError(f"{self.name}(): {error}") from None
+            check_call(where, self.signature, args, kwargs, self.example)
 
 
 def match_specs(

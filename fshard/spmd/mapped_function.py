@@ -246,7 +246,7 @@ class MappedFunction:
         values, treedef = flatten((args, kwargs))
         path_specs = self.matched.get(treedef)
         if path_specs is None:
-            self.signature.check(args, kwargs)
+            self.signature.check(self.where, args, kwargs)
             path_specs = match_specs(self.where, self.signature, self.in_specs, args, kwargs)
             self.matched[treedef] = path_specs
         # The values decide who executes: a tuple of shards is a simulation, also inside a rank.

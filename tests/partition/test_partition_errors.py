@@ -63,6 +63,24 @@ def test_trace_error_names_the_line(
     assert not [record for record in caplog.records if record.levelname != "DEBUG"]
 
 
+def test_calls_that_do_not_match_the_signature() -> None:
+    x, net = torch.ones(4, 4), torch.nn.Linear(4, 4)
+    params, scaled = dict(net.named_parameters()), lambda x, w, *, scale=1.0: scale * x @ w
+    cases: list[tuple[Any, tuple[Any, ...], dict[str, Any], str, str]] = [
+        (scaled, (x,), {}, "missing a required argument: 'w'", "change the call"),
+        (scaled, (x, x, x), {}, "too many positional arguments", "change the call"),
+        (scaled, (x, x), {"scal": 2.0}, "unexpected keyword argument 'scal'", "'scale'"),
+        (net, (x,), {}, "missing a required argument: 'input'", "part(dict(module.named_param"),
+        (net, (params, x, x), {}, "too many positional", "part(dict(module.named_parameters()"),
+    ]
+    for fn, args, kwargs, given, fix in cases:
+        with pytest.raises(TypeError, match=rf"given: .*{given}(.|\n)*fix: .*{re.escape(fix)}"):
+            fs.partition(fn, mesh=MESH)(*args, **kwargs)
+    for arguments in ([x], [params], [params, x, x]):
+        with pytest.raises(fs.ShardingError, match=r"\(params, input\)\n.*fs.auto\(module, mesh"):
+            fs.auto(net, MESH, arguments)
+
+
 def test_refused_functions_and_layouts() -> None:
     part = fs.partition(lambda x: x.sum().item(), mesh=MESH)
     with pytest.raises(fs.ShardingError, match="traced once on tensors without values"):
@@ -178,7 +196,7 @@ def test_errors_name_the_argument_or_result() -> None:
         "  rule:  the function runs on Mesh(dp=2, tp=2)\n"
         "  fix:   fs.reshard(pair, spec) with a spec on that mesh"
     )
-    assert error_of(fs.partition(torch.nn.Linear(4, 4), mesh=MESH), x) == (
+    assert error_of(fs.partition(torch.nn.Linear(4, 4), mesh=MESH), x, x) == (
         "fs.partition(Linear)\n"
         "  given: a first argument that is not a dict\n"
         "  rule:  a module must be called with a dict of its parameters first\n"

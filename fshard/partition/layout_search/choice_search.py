@@ -20,6 +20,7 @@ from fshard.layout.validation import check_plain_tensor
 from fshard.ops.core.call import name_of
 from fshard.ops.propagate.choice_hints import RoleHint
 from fshard.ops.propagate.role_costs import nbytes
+from fshard.partition.arguments import module_function
 from fshard.partition.function_traces import FunctionTraces
 from fshard.partition.ir import ClosureTensor, Operation, Redistribution
 from fshard.partition.layout_search.argument_layouts import ArgumentLeaf
@@ -33,6 +34,7 @@ from fshard.partition.step_cost.memory_timeline import MemoryChoice
 from fshard.partition.training_time import StepTime, step_times
 from fshard.program.cost.topology import Topology
 from fshard.program.cost.traffic import max_local_nbytes
+from fshard.spmd.in_specs import ArgSignature
 
 MAX_EXHAUSTIVE = 1024
 """Number of choices up to which all of them are planned."""
@@ -134,7 +136,12 @@ class ChoiceSearch:
                              requires_grad=leaf.requires_grad)
             for x, leaf in zip(flat, self.leaves, strict=True)
         ])  # fmt: skip
+        self.module = fn if isinstance(fn, torch.nn.Module) else None
+        if self.module is not None:
+            call = "fs.auto(module, mesh, [dict(module.named_parameters()), *args])"
+            fn = module_function(self.module, "fs.auto", call)
         self.fn, self.traces = fn, FunctionTraces(fn, f"fs.auto({name_of(fn)})")
+        ArgSignature(fn).check(self.traces.where, args, {})
         self.options = [self.options_of(i) for i in range(len(self.leaves))]
         self.costs: dict[Choice, Planned] = {}
         self.fastest: dict[Choice, Planned] = {}
@@ -369,7 +376,7 @@ class ChoiceSearch:
         return Partition(
             self.fn, self.mesh, unflatten(self.tree, list(choice)), self.out_specs, None,
             self.topology, self.traces, where=self.traces.where, replicate=self.mesh.axes,
-            memory=memory, overlap=self.overlap, roles=roles,
+            memory=memory, overlap=self.overlap, roles=roles, module=self.module,
         )  # fmt: skip
 
     def rank(self, choice: Choice) -> tuple[bool, float, int]:

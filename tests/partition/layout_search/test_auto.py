@@ -439,3 +439,14 @@ def test_sparse_examples_are_refused() -> None:
         "a tensor that is sharded must be dense",
         "x.to_dense()",
     )
+
+
+def test_module_is_a_function_of_its_parameters() -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 16))
+    params, x = dict(net.named_parameters()), torch.randn(8, 16)
+    choice = fs.auto(net, Mesh(x=4), [params, x], fixed={r"0\.2\.weight": P(None, "x")})
+    assert set(choice.in_specs[0]) == set(params)
+    assert choice.in_specs[0]["2.weight"] == P(None, "x")
+    torch.testing.assert_close(choice(params, x), net(x))
+    part = pickle.loads(pickle.dumps(choice)).partition
+    torch.testing.assert_close(part(params, x), net(x))
