@@ -127,8 +127,8 @@ def shard_map(
     `torch.compiler.disable` is for a function that makes a program for each size.
 
     Graphs that `make_fx` records have functional collectives, in the same way. Simulated ranks
-    refuse collectives in a graph that their body records, as by `torch.func.linearize`:
-    `torch.func.jvp` needs none.
+    refuse collectives in a graph that their body records. `torch.func.linearize` in a body that is
+    simulated or checked records none: its function runs again, in forward mode.
 
     Semantics after `jax.shard_map` (JAX 0.11).
 

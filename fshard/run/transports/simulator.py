@@ -26,7 +26,7 @@ import torch
 
 from fshard._torch.dynamo import without_compiler
 from fshard._torch.fake_tensors import is_recording_below_autograd
-from fshard._torch.forward_level import share_forward_level
+from fshard._torch.forward_level import linearizing_by_jvp, share_forward_level
 from fshard._torch.functorch import forward_ad_level
 from fshard._torch.memory import lazy_clone
 from fshard._torch.thread_state import ThreadSettings
@@ -177,7 +177,7 @@ class SimulatedWorld:
         try:
             if self.caller is not None:
                 self.caller.inner = self
-            with without_compiler():
+            with without_compiler(), linearizing_by_jvp():
                 self.order[0].gate.release()
                 while not self.ended.acquire(timeout=STOP_SECONDS):
                     pass
@@ -281,8 +281,8 @@ class SimulatedWorld:
         """Let all ranks use the level of forward mode that the running rank has entered."""
         if not self.is_traced and is_recording_below_autograd():
             rule = "ranks must not take turns while one of them records a graph"
-            fix = "torch.func.jvp(f, (x,), (t,)) in the body, or linearize around the call"
-            fail("a collective in a simulation", "linearize or make_fx in the body", rule, fix)
+            fix = "make_fx around the call"
+            fail("a collective in a simulation", "make_fx in the body", rule, fix)
         if forward_ad_level() > self.outer_forward_level and self.end_forward_level is None:
             self.end_forward_level = share_forward_level()
 

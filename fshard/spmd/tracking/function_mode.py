@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from fshard._torch.checkpointing import checkpoint_form
 from fshard._torch.dynamo import without_compiler
+from fshard._torch.forward_level import linearizing_by_jvp
 from fshard._util.dtypes import is_inexact
 from fshard._util.tracebacks import runs_users_operation
 from fshard.layout.tree import tensors_in
@@ -412,5 +413,6 @@ def _run_state(tracker: Tracker, func: Any, effect: OpEffect, args: Args, kwargs
 def track_types(tracker: Tracker) -> Iterator[None]:
     """Track the types of all results in the block, where compiled functions run uncompiled."""
     mode = TypeTrackingMode(tracker)
-    with without_compiler(), checkpoint_form(), patched_entry_points(tracker), mode:
+    patched = patched_entry_points(tracker)
+    with without_compiler(), checkpoint_form(), linearizing_by_jvp(), patched, mode:
         yield

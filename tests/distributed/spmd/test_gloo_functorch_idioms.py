@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import fshard as fs
 from tests.helpers.gloo.harness import run_ranks
@@ -11,12 +12,13 @@ from tests.helpers.spmd.derivatives.functorch_idioms import dense
 from tests.helpers.spmd.derivatives.gradient_features import MESH, mapped, partitioned
 
 
-def differing() -> list[dict[str, str]]:
+def differing() -> list[Any]:
     fs.init(MESH)
     warnings.simplefilter("ignore")
     places = mapped(dense, True), partitioned(dense)
-    return [functorch_idioms.differing(f) for f in places]
+    linearized = functorch_idioms.differing_linearizations(True)
+    return [*map(functorch_idioms.differing, places), linearized]
 
 
 def test_idioms_on_processes() -> None:
-    assert run_ranks(2, differing) == [[{}, {}]] * 2
+    assert run_ranks(2, differing) == [[{}, {}, []]] * 2

@@ -26,7 +26,9 @@ from torch.func import (
     vmap,
 )
 
-from tests.helpers.spmd.transform_cases import BATCH, WEIGHTS, W, X, close
+import fshard as fs
+from fshard import P
+from tests.helpers.spmd.transform_cases import BATCH, MESH, WEIGHTS, W, X, close
 
 Fn = Callable[[Tensor, Tensor], Tensor]
 T = torch.ones(4, 2, dtype=torch.float64)
@@ -269,3 +271,29 @@ def differing(f: Fn) -> dict[str, str]:
         except AssertionError as error:
             errors[name] = str(error)[:300]
     return errors
+
+
+LINEARIZED: dict[str, tuple[fs.PartitionSpec, Callable[[Tensor, Any, Tensor], Tensor]]] = {
+    "value": (P(), lambda y, dy, x: y),
+    "tangent": (P(), lambda y, dy, x: dy(x.cos())),
+    "tangents": (P(), lambda y, dy, x: vmap(dy)(torch.stack([x, x.cos()])).prod(0)),
+    "gradient": (P("x"), lambda y, dy, x: grad(lambda t: dy(t).exp().sum())(x)),
+    "tangent of it": (P(), lambda y, dy, x: jvp(dy, (x,), (x.cos(),))[1]),
+}
+"""Results of a value, its derivative and a rank's rows, and their layouts."""
+
+
+def differing_linearizations(check: bool) -> list[str]:
+    """Return the names of results of `linearize` in bodies that are not those of one device."""
+
+    def by_jvp(x: Tensor) -> Any:
+        value = lambda x: x.sin().unflatten(0, (2, -1)).sum(0)  # noqa: E731
+        return value(x), lambda t: jvp(value, (x,), (t,))[1]
+
+    names = []
+    for name, (out, result) in LINEARIZED.items():
+        body = lambda x, fn=result: fn(*linearize(lambda x: fs.psum(x.sin(), "x"), x), x)  # noqa: E731
+        mapped = fs.shard_map(body, mesh=MESH, in_specs=P("x"), out_specs=out, check=check)
+        if not torch.allclose(mapped(X), result(*by_jvp(X), X), rtol=0, atol=1e-10):
+            names.append(name)
+    return names
