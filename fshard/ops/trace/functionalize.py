@@ -30,10 +30,11 @@ from fshard._torch.memory import storage_address
 from fshard._torch.modes import DispatchMode
 from fshard._torch.operators import OpOverload, schema_of, schema_or_none
 from fshard._util.dtypes import is_inexact
-from fshard._util.errors import fail
+from fshard._util.errors import Problem, fail
 from fshard.layout.tree import tensors_in
 from fshard.ops.core.call import base_name, instances_in
 from fshard.ops.prng.draw_ops import DRAW_SCHEMAS
+from fshard.ops.trace.source_places import place_of_node
 from fshard.spmd.tracking.torch_effects import WRITES_ARGUMENT, written_arguments
 
 
@@ -237,7 +238,7 @@ def check_writes(
     """Find the writes that would lose a gradient, and those that gradients are tracked through.
 
     PyTorch passes gradients by a value that is written under `no_grad`, or through `detach()`, as
-    if it had not been written; the new value of a functional graph has none.
+    if it had not been written; the new value of a functional graph has those of what is read.
 
     Args:
         graph: the graph with writes.
@@ -266,13 +267,23 @@ def check_writes(
         union = _NONE.union(*operands)
         statistics = _statistics(node)  # which have no gradient
         for target in writes(node):
-            lost_here, root, hidden = _lost(target, node, sources, differentiable)
+            read = union if node in differentiable else _NONE
+            lost_here, root, hidden = _lost(target, node, read, sources, differentiable)
             lost += lost_here
             if target not in statistics:
                 tracked |= _NONE if hidden else own.get(root, _NONE)
                 sources.update((x, sources.get(x, _NONE) | union) for x in aliases(target))
         sources[node] = union if _is_inexact(node) else _NONE
     return lost, tracked
+
+
+def hidden_write(name: str) -> Problem:
+    """Return the problem of an operation by which gradients would differ from PyTorch's."""
+    return Problem(
+        f"{name} writes under no_grad, or by a detach(), a tensor or values that have a gradient",
+        "PyTorch passes gradients by such a write, as if it had not been",
+        "write where gradients are tracked, write x.detach().clone(), or read y.detach()",
+    )
 
 
 class ClosureGuard(DispatchMode):
@@ -351,11 +362,12 @@ def _differentiable(graph: fx.GraphModule, grad: bool) -> frozenset[fx.Node]:
 
 
 def _lost(
-    target: fx.Node, node: fx.Node, sources: dict[fx.Node, frozenset[int]],
-    differentiable: frozenset[fx.Node],
+    target: fx.Node, node: fx.Node, read: frozenset[int],
+    sources: dict[fx.Node, frozenset[int]], differentiable: frozenset[fx.Node],
 ) -> tuple[list[tuple[str, frozenset[int]]], fx.Node, bool]:  # fmt: skip
     """Return the item of `check_writes` for one written operand, if there is one.
 
+    `read` are the arguments whose gradients the write passes on to the operand.
     Also return the node in whose memory the operand is, and True if the write is hidden from
     autograd.
     """
@@ -365,10 +377,13 @@ def _lost(
         root = base
     if root.op == "get_attr":
         refuse_closure_write(node.name)
-    args = sources.get(root, _NONE)
-    seen = [alias for alias in aliases(target) if not _is_hidden(alias)]
-    used = any(user in differentiable for alias in seen for user in alias.users if node < user)
-    return [(node.name, args)] if hidden and args and used else [], root, hidden
+    used = [alias for alias in aliases(target)
+            if any(user in differentiable and node < user for user in alias.users)]  # fmt: skip
+    args = read if used else _NONE
+    if not all(map(_is_hidden, used)):
+        args |= sources.get(root, _NONE)
+    name = f"{node.name} at {place_of_node(node)}"
+    return [(name, args)] if hidden and args else [], root, hidden
 
 
 def _is_hidden(node: fx.Node) -> bool:

@@ -44,6 +44,7 @@ from fshard.ops.core.call import map_call, map_instances, name_of
 from fshard.ops.core.window_arguments import argument_problems
 from fshard.ops.trace.constants import READS, read_constants, with_known_sizes
 from fshard.ops.trace.custom_functions import apply_in_transform, apply_traced, has_own_backward
+from fshard.ops.trace.functionalize import hidden_write
 from fshard.ops.trace.fused_updates import FUSED_STEPS
 from fshard.ops.trace.inference import as_traced
 from fshard.ops.trace.source_places import note_place
@@ -221,7 +222,7 @@ class BelowAutograd(TraceMode):
             return values[0]
         func, args, kwargs = with_known_sizes(func, args, kwargs or {}, self.read)
         if self.tracked and not torch.is_grad_enabled():
-            args, kwargs = _without_written_gradients(func, args, kwargs)
+            args, kwargs = self._without_read_gradients(func, args, kwargs)
         out = self.run(func, args, kwargs)
         has_graph = func is not torch.autograd.grad or bool(kwargs.get("create_graph"))
         if func == _GRAD and out is not None:  # which backward() has filled
@@ -232,21 +233,24 @@ class BelowAutograd(TraceMode):
         detached = lambda x: x.detach() if is_inexact(x) and x is not written else x  # noqa: E731
         return map_instances(out, torch.Tensor, detached)
 
+    def _without_read_gradients(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """Return the arguments of a call under `no_grad`, detached if it writes one of the others.
 
-def _without_written_gradients(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """Return the arguments of a call under `no_grad`, detached if it writes one of the others.
-
-    The graph has no grad mode: what is written would get the gradients of what is read.
-    """
-    writes_first = effect_of(func).action in (Action.WRITE, Action.WRITE_LISTS)
-    if not writes_first and "out" not in kwargs:
-        return args, kwargs
-    detached = lambda x: x.detach() if x.requires_grad else x  # noqa: E731
-    written = 1 if writes_first else 0
-    rest, named = map_call(args[written:], kwargs, torch.Tensor, detached)
-    return (*args[:written], *rest), named | {k: v for k, v in kwargs.items() if k == "out"}
+        The graph has no grad mode: what is written would get the gradients of what is read.
+        Parameters keep theirs, which PyTorch passes on as if they had not been written.
+        """
+        writes_first = effect_of(func).action in (Action.WRITE, Action.WRITE_LISTS)
+        written = 1 if writes_first else 0
+        targets = [*tensors_in((args[:written], kwargs.get("out")))]
+        if self.requires_grad and any(x.requires_grad and not x.is_leaf for x in targets):
+            raise_if(self.where, [hidden_write(f"{func.__name__}{user_line(None, None)}")])
+        if not targets or any(x.requires_grad for x in targets):
+            return args, kwargs
+        detached = lambda x: x.detach() if x.requires_grad else x  # noqa: E731
+        rest, named = map_call(args[written:], kwargs, torch.Tensor, detached)
+        return (*args[:written], *rest), named | {k: v for k, v in kwargs.items() if k == "out"}
 
 
 _GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]

@@ -58,7 +58,13 @@ from fshard.ops.trace.checkpoints import (
 )
 from fshard.ops.trace.custom_functions import extract_backwards, has_effects
 from fshard.ops.trace.draw_layouts import assign_draw_layouts
-from fshard.ops.trace.functionalize import ClosureGuard, check_writes, functional, writes
+from fshard.ops.trace.functionalize import (
+    ClosureGuard,
+    check_writes,
+    functional,
+    hidden_write,
+    writes,
+)
 from fshard.ops.trace.inference import inference_without_grad
 from fshard.ops.trace.inner_gradients import (
     AboveAutograd,
@@ -134,11 +140,10 @@ class TracedFunction:
         `requires_grad` and `names` have an item for every argument.
         """
         problems = [
-            Problem(f"{name} writes a tensor that has a gradient, under no_grad or by its detach()",
-                    "PyTorch passes gradients by such a write, as if it had not been",
-                    "write it where gradients are tracked, or write its detach().clone()")
-            for name, args in self.lost if any(i < 0 or requires_grad[i] for i in args)
-        ]  # fmt: skip
+            hidden_write(name)
+            for name, args in self.lost
+            if any(i < 0 or requires_grad[i] for i in args)
+        ]
         problems += [
             Problem(f"{names[index]} is written, and requires grad",
                     "a value that is written to an argument has no gradient",
