@@ -267,6 +267,8 @@ def check_writes(
         union = _NONE.union(*operands)
         statistics = _statistics(node)  # which have no gradient
         for target in writes(node):
+            if union and node in differentiable and (copy := _unshare(target, node, graph.graph)):
+                differentiable |= {copy}
             read = union if node in differentiable else _NONE
             lost_here, root, hidden = _lost(target, node, read, sources, differentiable)
             lost += lost_here
@@ -382,8 +384,32 @@ def _lost(
     args = read if used else _NONE
     if not all(map(_is_hidden, used)):
         args |= sources.get(root, _NONE)
-    name = f"{node.name} at {place_of_node(node)}"
+    place = place_of_node(node)
+    name = f"{node.name} at {place}" if place else node.name
     return [(name, args)] if hidden and args else [], root, hidden
+
+
+def _unshare(target: fx.Node, node: fx.Node, graph: fx.Graph) -> fx.Node | None:
+    """Copy a detached value that `node` writes, if nothing else uses its memory from then on.
+
+    The copy gets the gradients of what is written, as the detached value does in PyTorch.
+
+    Returns:
+        The copy, None if there is none.
+    """
+    detached: fx.Node | None = target
+    while detached is not None and not has_no_gradient(detached.target):
+        detached = _base(detached)
+    if detached is None or aliases(detached)[0].op != "call_function":
+        return None
+    own = {detached, *_views_of(detached)}
+    if any(node < user for x in aliases(detached) if x not in own for user in x.users):
+        return None
+    with graph.inserting_after(detached):
+        copy = graph.call_function(torch.ops.aten.clone.default, (detached,))
+    copy.meta["val"] = detached.meta["val"].clone()
+    detached.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
+    return copy
 
 
 def _is_hidden(node: fx.Node) -> bool:

@@ -201,9 +201,9 @@ def _requires(requires_grad: bool = True) -> bool:
 
 
 class BelowAutograd(TraceMode):
-    """Mode of a trace below autograd; detaches results that have no graph in eager PyTorch.
+    """Mode of a trace below autograd; detaches what has no graph in eager PyTorch.
 
-    These are gradients without `create_graph`, and results under `no_grad`. Nothing is detached
+    These are gradients without `create_graph`, and operands under `no_grad`. Nothing is detached
     unless gradients are `tracked` around the function, since then nothing has a graph.
     """
 
@@ -221,38 +221,47 @@ class BelowAutograd(TraceMode):
         if func in READS and (values := self.read(func, args, kwargs)):
             return values[0]
         func, args, kwargs = with_known_sizes(func, args, kwargs or {}, self.read)
-        if self.tracked and not torch.is_grad_enabled():
-            args, kwargs = self._without_read_gradients(func, args, kwargs)
+        ungraded = self.tracked and not torch.is_grad_enabled()
+        if ungraded and effect_of(func).action not in _UNTRACKED:
+            return self._without_gradients(func, args, kwargs)
         out = self.run(func, args, kwargs)
         has_graph = func is not torch.autograd.grad or bool(kwargs.get("create_graph"))
         if func == _GRAD and out is not None:  # which backward() has filled
             has_graph = out.requires_grad
-        if not self.tracked or (torch.is_grad_enabled() and has_graph):
+        if not self.tracked or has_graph:
             return out
-        written = args[0] if args else None  # by x.requires_grad_(), say, which returns x
-        detached = lambda x: x.detach() if is_inexact(x) and x is not written else x  # noqa: E731
-        return map_instances(out, torch.Tensor, detached)
+        return map_instances(out, torch.Tensor, lambda x: x.detach() if is_inexact(x) else x)
 
-    def _without_read_gradients(
-        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """Return the arguments of a call under `no_grad`, detached if it writes one of the others.
+    def _without_gradients(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return the result of a call under `no_grad`, of operands that are detached.
 
-        The graph has no grad mode: what is written would get the gradients of what is read.
-        Parameters keep theirs, which PyTorch passes on as if they had not been written.
+        The graph has no grad mode. A written operand is not detached: PyTorch passes its gradients
+        on as if it had not been written.
         """
-        writes_first = effect_of(func).action in (Action.WRITE, Action.WRITE_LISTS)
-        written = 1 if writes_first else 0
-        targets = [*tensors_in((args[:written], kwargs.get("out")))]
-        if self.requires_grad and any(x.requires_grad and not x.is_leaf for x in targets):
-            raise_if(self.where, [hidden_write(f"{func.__name__}{user_line(None, None)}")])
-        if not targets or any(x.requires_grad for x in targets):
-            return args, kwargs
-        detached = lambda x: x.detach() if x.requires_grad else x  # noqa: E731
-        rest, named = map_call(args[written:], kwargs, torch.Tensor, detached)
-        return (*args[:written], *rest), named | {k: v for k, v in kwargs.items() if k == "out"}
+        writes = effect_of(func).action in (Action.WRITE, Action.WRITE_LISTS)
+        written = [*tensors_in((args[: int(writes)], kwargs.get("out")))]
+        if self.requires_grad and any(x.requires_grad and not x.is_leaf for x in written):
+            name = f"{func.__name__}{user_line(None, None)}"
+            raise_if(self.where, [hidden_write(name)])
+        kept = {id(x) for x in written}
+        originals: dict[int, torch.Tensor] = {}
+
+        def detached(x: torch.Tensor) -> torch.Tensor:
+            if id(x) in kept or not x.requires_grad:
+                return x
+            alias = x.detach()
+            originals[id(alias)] = x
+            return alias
+
+        args, kwargs = map_call(args, kwargs, torch.Tensor, detached)
+        out = self.run(func, args, kwargs)
+        # Functions such as x.contiguous() may return the operand itself.
+        return map_instances(out, torch.Tensor, lambda x: originals.get(id(x), x))
 
 
+_UNTRACKED = frozenset((Action.NONE, Action.SAME, Action.GRAD, Action.SET_GRAD, Action.GRADIENTS,
+                        Action.BACKWARD))  # fmt: skip
+"""Actions of functions on tensors themselves, and on their gradients."""
 _GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 
 

@@ -338,7 +338,7 @@ def detached_values(x: Tensor) -> Tensor:
 
 
 def detached_alias(x: Tensor) -> Tensor:
-    cache = x.sin().detach()
+    cache = x.detach()
     cache[0] = x[1]
     return cache * 2
 
@@ -390,6 +390,20 @@ def test_buffers_on_another_device_are_refused() -> None:
     with pytest.raises(fs.ShardingError, match="must be on one device"):
         part.trace(params, x)
     part.trace(params | dict(net.named_buffers()), x)  # the fix
+
+
+def test_a_detached_value_is_written_with_gradients() -> None:
+    def fn(x: Tensor) -> Tensor:
+        cache = x.sin().detach()
+        cache[0] = x[1]
+        cache.mul_(x.cos())
+        return cache.sin()
+
+    x = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    part = fs.partition(fn, mesh=MESH, in_specs=P("dp"))
+    grads = [torch.autograd.grad(f(x).square().sum(), x)[0] for f in (part, fn)]
+    torch.testing.assert_close(part(x), fn(x))
+    torch.testing.assert_close(*grads)
 
 
 def dropped_into(x: Tensor) -> Tensor:
