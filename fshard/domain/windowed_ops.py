@@ -369,10 +369,12 @@ def pad(input: Any, pad: Sequence[int], mode: str = "constant", value: float | N
 def unfold(
     input: Any, kernel_size: Ints, dilation: Ints = 1, padding: Ints = 0, stride: Ints = 1
 ) -> Any:
-    """Return the windows of a pair's planes as columns; rows may be sharded.
+    """Return the windows of a pair's planes as columns, sharded by rows.
 
     Args:
-        input: pair of shape (batch, channels, height, width), width gathered if it is sharded.
+        input: pair of shape (batch, channels, height, width). The windows of a part of each row
+            are no part of the result that a spec describes: a sharded width is redistributed, by
+            an all-to-all, so that rows, channels or the batch are sharded in its place.
         kernel_size: rows and columns of a window, an int or two.
         dilation: distance of the elements of a window.
         padding: zeros at both ends of the rows and columns.

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache, partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from fshard._torch.operators import dereference, reference_of
@@ -209,8 +210,9 @@ class Layouts:
     """Specs of the operands and results of one call, by the roles of the mesh axes.
 
     If several axes shard one factor, their order is that of the largest operand. The shard sizes
-    are those of an operand that the same axes shard, else those of `torch.chunk`, which they also
-    are where operands differ and the sizes of the largest are far from even.
+    are those of an operand that the same axes shard, else those of `torch.chunk`. Where operands
+    differ they are the most even ones of the largest operands, or chunks if those are far from
+    even: shifted parts of a dim, as stencils add them up, return to the layout of the dim.
     """
 
     __slots__ = ("_call", "_dims", "_factor_shardings", "_lengths", "_mesh", "_places", "_rule",
@@ -330,11 +332,12 @@ class Layouts:
     def _source_sizes(self, factor: str, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
         """Return the shard sizes of a factor in each operand in which these axes shard it.
 
+        The largest operands are first, and of those of one size the ones with the most even shards.
         Where only the first of the axes do, each shard is sharded further. In a dim that is a
         product, the factors before it must be sharded into parts of size 1, and the sizes are those
         whose ends are nearest to the dim's.
         """
-        found, shape = list[tuple[int, ...]](), self._mesh.shape
+        found, shape = list[tuple[int, int, tuple[int, ...]]](), self._mesh.shape
         for index, dim in self._places.get(factor, []):
             factors, spec = self._rule.operands[index][dim], self._sources[index]
             entry, position = spec.partition.dims[dim], factors.index(factor)
@@ -352,8 +355,8 @@ class Layouts:
                 parts = [shape[axis] for axis in axes[len(own) :]]
                 sizes = tuple(part for size in sizes for part in chunk_sizes(size, parts))
             if minor and sum(sizes) == self._lengths[factor] * minor:
-                found.append(_nearest_sizes(sizes, minor))
-        return found
+                found.append((-spec.nbytes, max(sizes), _nearest_sizes(sizes, minor)))
+        return [sizes for *_, sizes in sorted(found, key=itemgetter(0, 1))]
 
     def _dim_sharding(
         self, factors: tuple[str, ...], shardings: Mapping[str, DimSharding]
