@@ -16,7 +16,7 @@ import os
 import select
 import socket
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -36,14 +36,19 @@ def _route_address() -> str:
         return "127.0.0.1"
 
 
-def _close_with(owner: object, sockets: dict[int, socket.socket]) -> None:
-    """Close sockets once `owner` is freed; a `__del__` in a cycle may run after theirs warn."""
+def _closer(owner: object, descriptors: dict[int, int]) -> Callable[[], None]:
+    """Return a function that closes sockets by their descriptors; it is called as `owner` is freed.
+
+    At the end of the process the system closes them, last of all; Python's sockets would warn.
+    """
 
     def close() -> None:
-        for connection in sockets.values():
-            connection.close()
+        for descriptor in descriptors.values():
+            os.close(descriptor)
 
-    weakref.finalize(owner, close).atexit = False  # the system closes them last
+    finalizer = weakref.finalize(owner, close)
+    finalizer.atexit = False
+    return finalizer  # which is called once
 
 
 class Listener:
@@ -60,12 +65,13 @@ class Listener:
         self.store, self.key, self.keeper = store, key, keeper
         host = _route_address()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self.socket = socket.create_server((host, 0), family=family, backlog=BACKLOG)
-        address = json.dumps([socket.gethostname(), *self.socket.getsockname()[:2]])
+        server = socket.create_server((host, 0), family=family, backlog=BACKLOG)
+        self.host, self.port = server.getsockname()[:2]
+        self.close = _closer(self, {rank: server.detach()})
+        _LISTENERS.add(self)
+        address = json.dumps([socket.gethostname(), self.host, self.port])
         with suppress(RuntimeError):  # the store of the fake backend keeps nothing
             store.set(key.format(rank), address)
-        _LISTENERS.add(self)
-        _close_with(self, {rank: self.socket})
 
 
 _LISTENERS: weakref.WeakSet[Listener] = weakref.WeakSet()
@@ -74,7 +80,7 @@ _LISTENERS: weakref.WeakSet[Listener] = weakref.WeakSet()
 def _close_in_child() -> None:
     """Close the sockets in a forked process, such as a loader's, which may outlive this one."""
     for listener in _LISTENERS:
-        listener.socket.close()
+        listener.close()
 
 
 os.register_at_fork(after_in_child=_close_in_child)
@@ -90,11 +96,12 @@ class ProcessWatch:
 
     def __init__(self, store: Any, key: str) -> None:
         self.store, self.key = store, key
-        self.connections: dict[int, socket.socket] = {}
+        self.connections: dict[int, int] = {}
+        """Descriptor of the connection to each rank."""
         self.is_local: dict[int, bool] = {}
         """True for a rank of this machine, once its address is known."""
         self.gone: set[int] = set()
-        _close_with(self, self.connections)
+        _closer(self, self.connections)
 
     def ended(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """Return those of `ranks` whose processes have ended, and watch all from now on."""
@@ -104,13 +111,15 @@ class ProcessWatch:
                 with suppress(RuntimeError):  # the store does not answer
                     self._connect(rank)
         poll, by_descriptor = select.poll(), {}
-        for rank, connection in self.connections.items():
-            by_descriptor[connection.fileno()] = rank
-            poll.register(connection, select.POLLIN)
+        for rank, descriptor in self.connections.items():
+            by_descriptor[descriptor] = rank
+            poll.register(descriptor, select.POLLIN)
         for descriptor, _ in poll.poll(0):
             rank = by_descriptor[descriptor]
-            code = self.connections[rank].getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-            self._close(rank, code or errno.ECONNRESET)
+            del self.connections[rank]
+            with socket.socket(fileno=descriptor) as connection:
+                code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            self._note_end(rank, code or errno.ECONNRESET)
         return tuple(rank for rank in ranks if rank in self.gone)
 
     def _connect(self, rank: int) -> None:
@@ -123,17 +132,18 @@ class ProcessWatch:
         if ipaddress.ip_address(host).is_loopback and not is_local:
             return  # it names another machine there
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self.connections[rank] = connection = socket.socket(family)
-        connection.setblocking(False)
-        code = connection.connect_ex((host, port))
-        if code not in (0, errno.EINPROGRESS):
-            self._close(rank, code)
+        with socket.socket(family) as connection:
+            connection.setblocking(False)
+            code = connection.connect_ex((host, port))
+            if code in (0, errno.EINPROGRESS):
+                self.connections[rank] = connection.detach()
+            else:
+                self._note_end(rank, code)
 
-    def _close(self, rank: int, code: int) -> None:
-        """Close a connection that has ended.
+    def _note_end(self, rank: int, code: int) -> None:
+        """Record that a rank has ended, if the error of the connection to it proves that.
 
         Of another machine a refusal may be a firewall's: it proves nothing, nor does a lost route.
         """
-        self.connections.pop(rank).close()
         if code == errno.ECONNRESET or (code == errno.ECONNREFUSED and self.is_local[rank]):
             self.gone.add(rank)
