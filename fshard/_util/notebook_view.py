@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import singledispatch
 from typing import Any
 
 from fshard._util.hooks import Hook
@@ -11,6 +12,12 @@ from fshard._util.hooks import Hook
 def mimebundle_hook(value: Any) -> dict[str, str]:
     """Return plain text and HTML of a value; set by `show/notebook.py`."""
     raise NotImplementedError
+
+
+@singledispatch
+def table_of(value: Any, *_options: Any) -> Any:
+    """Return the table that explains a value; `show/` registers one for each class."""
+    raise NotImplementedError(type(value).__name__)
 
 
 class NotebookView:
@@ -33,8 +40,8 @@ class TableView:
     __slots__ = ()
 
     def table(self) -> Any:
-        """Return the table."""
-        raise NotImplementedError
+        """Return the table; it prints as text, in `rich` and as HTML."""
+        return table_of(self)
 
     def __str__(self) -> str:
         return str(self.table())

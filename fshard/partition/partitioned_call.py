@@ -15,7 +15,7 @@ from fshard._torch.memory import data_address
 from fshard._torch.operators import has_registered_gradient
 from fshard._torch.symbolic_numbers import Accepts
 from fshard._util.errors import fail
-from fshard._util.hooks import Hook
+from fshard._util.notebook_view import table_of
 from fshard.layout.mesh import Mesh
 from fshard.layout.sharded import Sharded
 from fshard.layout.spec import Spec
@@ -263,7 +263,7 @@ class PartitionedCall:
             ShardingError: for another `only`.
         """
         on = as_topology("explain", topology, self._topology, (self.mesh,))
-        return explain_partitioned_hook.call(self, on, only)
+        return table_of(self, on, only)
 
     def __str__(self) -> str:
         return str(self.explain())
@@ -417,9 +417,3 @@ class PartitionedCall:
             if not isinstance(tensors[index], Sharded):
                 pair = Sharded(locals_[index], self.in_specs[index])
                 ir.write_value(tensors[index], unshard(pair))
-
-
-@Hook
-def explain_partitioned_hook(call: PartitionedCall, topology: Topology, only: str | None) -> Any:
-    """`PartitionedCall.explain`; set by `show/partition_table.py`."""
-    raise NotImplementedError

@@ -12,7 +12,7 @@ import torch
 from fshard._torch.dynamo import run_uncompiled
 from fshard._util.errors import Problem, ShardingError, fail, raise_if
 from fshard._util.hooks import Hook
-from fshard._util.notebook_view import NotebookView
+from fshard._util.notebook_view import NotebookView, table_of
 from fshard._util.text import below, columns, folded
 from fshard._util.tracebacks import hide_frames
 from fshard.layout.partition_spec import LINEAR
@@ -366,7 +366,7 @@ class Program(NotebookView):
         if only not in (None, "communication", "compute"):
             rule = "only must be 'communication', 'compute' or None"
             fail("Program.explain", f"only={only!r}", rule, "only='communication'")
-        return explain_program_hook.call(self, on, only)
+        return table_of(self, on, only)
 
 
 def _spec_texts(spec: Spec, other: object) -> tuple[str, str]:
@@ -464,10 +464,4 @@ def run_program_hook(prog: Program, local: Any, *, async_op: bool) -> Any:
 @Hook
 def simplify_hook(prog: Program, topology: Topology, exclude: tuple[type, ...]) -> Program:
     """`Program.simplify`; set by `program/simplify.py`."""
-    raise NotImplementedError
-
-
-@Hook
-def explain_program_hook(prog: Program, topology: Topology, only: str | None) -> Any:
-    """`Program.explain`; set by `show/program_table.py`."""
     raise NotImplementedError

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fshard._util.notebook_view import table_of
 from fshard._util.text import bytes_text, plural, ratio_text, time_text
-from fshard.plan.batch.batch import Batch, explain_batch_hook
+from fshard.plan.batch.batch import Batch
 from fshard.program.cost.topology import Topology
 from fshard.program.lower_bound import lower_bound_together
 from fshard.show.table import Column, Table, Tables
@@ -88,7 +89,7 @@ class BatchExplanation(Tables):
         return self.leaves, self.launches, self.summary
 
 
-@explain_batch_hook.set
+@table_of.register(Batch)
 def explain_batch(batch: Batch, topology: Topology) -> BatchExplanation:
     """Return the explanation of a batch: the implementation of `Batch.explain`.
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections import Counter
 
+from fshard._util.notebook_view import table_of
 from fshard._util.text import bytes_text, percent_text, time_text
-from fshard.partition.step_cost.memory_timeline import CATEGORIES, StepMemory, memory_table_hook
+from fshard.partition.step_cost.memory_timeline import CATEGORIES, StepMemory
 from fshard.show.table import Column, Row, Table
 
 COLUMNS = (
@@ -17,7 +18,7 @@ MAX_VALUES = 8
 """Most lines that are listed below the categories."""
 
 
-@memory_table_hook.set
+@table_of.register(StepMemory)
 def memory_table(memory: StepMemory) -> Table:
     """Return the table of a step's memory: implements `StepMemory.table`.
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from fshard._util.notebook_view import table_of
 from fshard._util.text import bytes_text
 from fshard.layout.spec import Spec
 from fshard.program.cost.traffic import max_local_nbytes
 from fshard.show.table import Column, Row, Table
-from fshard.state.modules.distributed_module import DistributedModule, module_table_hook
+from fshard.state.modules.distributed_module import DistributedModule
 
 COLUMNS = (
     Column("", wrap=True), Column("layout", wrap=True), Column("bytes", right=True),
@@ -14,7 +15,7 @@ COLUMNS = (
 )  # fmt: skip
 
 
-@module_table_hook.set
+@table_of.register(DistributedModule)
 def module_table(distributed: DistributedModule) -> Table:
     """Return a table of the tensors of a module with their layouts, and their bytes in all.
 

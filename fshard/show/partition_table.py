@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fshard._util.errors import ShardingError, fail
+from fshard._util.notebook_view import table_of
 from fshard._util.text import bytes_text, plural, time_text
 from fshard.layout.spec import Spec
 from fshard.partition.ir import (
@@ -26,7 +27,7 @@ from fshard.partition.ir import (
     operands_of,
     specs_text,
 )
-from fshard.partition.partitioned_call import PartitionedCall, explain_partitioned_hook
+from fshard.partition.partitioned_call import PartitionedCall
 from fshard.partition.step_cost.roofline import COMMUNICATION, COMPUTE, Roofline
 from fshard.program.cost.topology import Topology
 from fshard.program.program import Program
@@ -62,7 +63,7 @@ class PartitionExplanation(Tables):
         return (self.layouts,) if self.times is None else (self.layouts, self.times)
 
 
-@explain_partitioned_hook.set
+@table_of.register(PartitionedCall)
 def explain_partitioned(
     call: PartitionedCall, topology: Topology, only: str | None = None
 ) -> PartitionExplanation | Table:

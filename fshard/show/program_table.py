@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from fshard._util.notebook_view import table_of
 from fshard._util.text import bytes_text, percent_text, ratio_text, time_text
 from fshard.program.cost.model import TimeParts, step_link, step_parts
 from fshard.program.cost.topology import Topology
 from fshard.program.cost.traffic import step_axes
 from fshard.program.lower_bound import lower_bound
-from fshard.program.program import Program, explain_program_hook, wire_specs
+from fshard.program.program import Program, wire_specs
 from fshard.program.steps import Step
 from fshard.show.table import Column, Table, Tables
 
@@ -126,7 +127,7 @@ class Explanation(Tables):
         return [table for table in (self.steps, self.times, self.summary) if table.rows]
 
 
-@explain_program_hook.set
+@table_of.register(Program)
 def explain(prog: Program, topology: Topology, only: str | None = None) -> Explanation:
     """Return the explanation of a program: the implementation of `Program.explain`.
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from fshard._util.errors import fail
+from fshard._util.notebook_view import table_of
 from fshard._util.text import bytes_text, count_text, time_text
 from fshard.partition.step_cost.roofline import (
     BACKWARD,
@@ -16,7 +17,6 @@ from fshard.partition.step_cost.roofline import (
     RECOMPUTE,
     Roofline,
     StepEvent,
-    roofline_table_hook,
 )
 from fshard.show.folding import repetitions, without_number
 from fshard.show.table import Column, Row, Table
@@ -66,7 +66,7 @@ class RooflineRow:
         return sum(event.time for event in self.events if (event.phase == FORWARD) == forward)
 
 
-@roofline_table_hook.set
+@table_of.register(Roofline)
 def roofline_table(roofline: Roofline, only: str | None) -> Table:
     """Return the table of a roofline: implements `Roofline.table`.
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from fshard._util.notebook_view import table_of
 from fshard._util.text import bytes_text
 from fshard.show.table import Column, Table
-from fshard.state.optimizers.zero import ZeroTable, zero_table_hook
+from fshard.state.optimizers.zero import ZeroTable
 
 COLUMNS = (
     Column(""), Column("parameters", right=True), Column("gradients", right=True),
@@ -12,7 +13,7 @@ COLUMNS = (
 )  # fmt: skip
 
 
-@zero_table_hook.set
+@table_of.register(ZeroTable)
 def stages_table(table: ZeroTable) -> Table:
     """Return a row per stage: bytes of the busiest rank.
 

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fshard._util.hooks import Hook
 from fshard._util.notebook_view import TableView
 from fshard._util.text import bytes_text, time_text
 
@@ -130,10 +129,6 @@ class StepMemory(TableView):
             "values": [asdict(value) for value in self.values],
         }
 
-    def table(self) -> Any:
-        """Return a table of the peak by category and by line; it prints as text, rich and HTML."""
-        return memory_table_hook.call(self)
-
 
 @dataclass(frozen=True, slots=True)
 class MemoryChoice:
@@ -155,9 +150,3 @@ class MemoryChoice:
 
     def __str__(self) -> str:
         return f"{self.text}: {bytes_text(self.peak)}, {time_text(self.time)} a step"
-
-
-@Hook
-def memory_table_hook(memory: StepMemory) -> Any:
-    """`StepMemory.table`; set by `show/memory_table.py`."""
-    raise NotImplementedError

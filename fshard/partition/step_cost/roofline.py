@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from fshard._util.hooks import Hook
-from fshard._util.notebook_view import TableView
+from fshard._util.notebook_view import TableView, table_of
 from fshard._util.text import percent_text, rate_text, time_text
 from fshard.program.cost.topology import Topology
 
@@ -219,14 +218,8 @@ class Roofline(TableView):
         Args:
             only: "compute" or "communication"; None shows both.
         """
-        return roofline_table_hook.call(self, only)
+        return table_of(self, only)
 
 
 def _seconds(events: Iterable[StepEvent]) -> float:
     return sum(event.time for event in events)
-
-
-@Hook
-def roofline_table_hook(roofline: Roofline, only: str | None) -> Any:
-    """`Roofline.table`; set by `show/roofline_table.py`."""
-    raise NotImplementedError

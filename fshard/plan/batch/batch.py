@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from fshard._torch.dynamo import skip_frames_below
 from fshard._util.errors import Problem, ShardingError, raise_if
 from fshard._util.hooks import Hook
-from fshard._util.notebook_view import NotebookView
+from fshard._util.notebook_view import NotebookView, table_of
 from fshard._util.text import below, columns, folded, plural
 from fshard._util.tracebacks import hide_frames
 from fshard.layout.mesh import Mesh
@@ -254,9 +254,7 @@ class Batch(NotebookView):
         Returns:
             A `BatchExplanation`, which prints as text, in `rich` and as HTML in a notebook.
         """
-        return explain_batch_hook.call(
-            self, as_topology("Batch.explain", topology, self.topology, self.meshes)
-        )
+        return table_of(self, as_topology("Batch.explain", topology, self.topology, self.meshes))
 
 
 def _launch_lines(launches: Sequence[Launch], several_meshes: bool) -> list[str]:
@@ -418,10 +416,4 @@ def _largest_local(prog: Program, ranks: Ranks) -> Vector:
 @Hook
 def run_batch_hook(batch: Batch, tree: Any, *, async_op: bool) -> Any:
     """`Batch.__call__`; set by `run/execute_batch.py`."""
-    raise NotImplementedError
-
-
-@Hook
-def explain_batch_hook(batch: Batch, topology: Topology) -> Any:
-    """`Batch.explain`; set by `show/batch_table.py`."""
     raise NotImplementedError

@@ -16,7 +16,7 @@ import torch
 from fshard._torch.autograd_state import version_of
 from fshard._util.dtypes import is_inexact
 from fshard._util.errors import Problem, fail, raise_if
-from fshard._util.hooks import Hook
+from fshard._util.notebook_view import table_of
 from fshard._util.text import plural
 from fshard.layout.mesh import Axes, Mesh, as_axes, as_mesh
 from fshard.layout.partition_spec import PartitionSpec
@@ -163,17 +163,11 @@ class DistributedModule:
         return f"{type(self.module).__name__} on {self.mesh}: {', '.join(counts)}"
 
     def __str__(self) -> str:
-        return str(module_table_hook.call(self))
+        return str(table_of(self))
 
     def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
-        bundle: dict[str, str] = module_table_hook.call(self)._repr_mimebundle_()
+        bundle: dict[str, str] = table_of(self)._repr_mimebundle_()
         return bundle
-
-
-@Hook
-def module_table_hook(distributed: DistributedModule) -> Any:
-    """Return the table of a module's parameters; set by `show/module_table.py`."""
-    raise NotImplementedError
 
 
 def distribute_module(

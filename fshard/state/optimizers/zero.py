@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from fshard._util.errors import fail
-from fshard._util.hooks import Hook
 from fshard._util.notebook_view import TableView
 from fshard.layout.mesh import Axes, as_axes
 from fshard.layout.partition_spec import PartitionSpec
@@ -129,17 +128,7 @@ class ZeroTable(TableView):
     def __iter__(self) -> Iterator[ZeroStage]:
         return iter(self.stages)
 
-    def table(self) -> Any:
-        """Return the printable table."""
-        return zero_table_hook.call(self)
-
-    __rich__ = table
-
-
-@Hook
-def zero_table_hook(table: ZeroTable) -> Any:
-    """Return a printable table of stages; set by `fshard.show.zero_stages`."""
-    raise NotImplementedError
+    __rich__ = TableView.table
 
 
 def zero_table(params: Any, axes: Axes, optimizer: Optimizer, /) -> ZeroTable:
