@@ -121,20 +121,7 @@ def boundary(fn: Callable[..., Any]) -> Callable[..., Any]:
     if takes_any and "hide_frames" in fn.__code__.co_names:
         return fn
 
-    @functools.wraps(fn)
-    @runs_users_operation
-    def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            try:
-                return fn(*args, **kwargs)
-            except TypeError as error:
-                explain_binding(error, call, args, kwargs)
-                raise
-        except Exception as error:
-            hide_frames(error)
-            raise
-
-    return call
+    return _explaining(fn, Exception)
 
 
 def hiding_frames(backward: F) -> F:
@@ -161,15 +148,25 @@ def explained(method: Callable[..., Any]) -> Callable[..., Any]:
     if inspect.Parameter.KEYWORD_ONLY not in kinds or "hide_frames" in method.__code__.co_names:
         return method
 
-    @functools.wraps(method)
+    return _explaining(method, SignatureError)
+
+
+def _explaining(fn: Callable[..., Any], hidden: type[Exception]) -> Callable[..., Any]:
+    """Return a function that explains calls that do not match its signature.
+
+    Errors of the type `hidden` have no frames of the library.
+    """
+
+    @functools.wraps(fn)
+    @runs_users_operation
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             try:
-                return method(*args, **kwargs)
+                return fn(*args, **kwargs)
             except TypeError as error:
                 explain_binding(error, call, args, kwargs)
                 raise
-        except SignatureError as error:
+        except hidden as error:
             hide_frames(error)
             raise
 
