@@ -39,7 +39,7 @@ GAP = 2
 
 @dataclass(frozen=True, slots=True, repr=False)
 class LayoutPicture(Picture):
-    """LayoutPicture of a layout; `str` is 80 columns wide, rich adds colours, notebooks show HTML.
+    """Picture of a layout; `str` is 80 columns wide, rich adds colours, notebooks show HTML.
 
     Attributes:
         spec: The layout.

@@ -34,7 +34,7 @@ MAX_NODES, MAX_RANKS, MAX_SIDE, MAX_SLABS = 6, 16, 8, 3
 
 @dataclass(frozen=True, slots=True, repr=False)
 class MeshPicture(Picture):
-    """LayoutPicture of a mesh: its axes, the links that they run on, and where its ranks are.
+    """Picture of a mesh: its axes, the links that they run on, and where its ranks are.
 
     Attributes:
         mesh: The mesh.

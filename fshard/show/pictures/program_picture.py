@@ -34,7 +34,7 @@ SHADES = ("", "#d6ecfa", "#abd9f4", "#80c6ee", "#56b4e9")
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ProgramPicture(Picture):
-    """LayoutPicture of a program: both layouts, a bar for each step, and a matrix of bytes.
+    """Picture of a program: both layouts, a bar for each step, and a matrix of bytes.
 
     Rows of the matrix are senders, columns receivers. Rings and trees pass on the same bytes
     through other ranks.
