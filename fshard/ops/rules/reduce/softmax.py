@@ -50,8 +50,17 @@ def _shifted(x: Tensor, dims: list[int]) -> Tensor:
     return x - torch.amax(x, dims, True) if x.numel() else x
 
 
-class _Softmax(torch.autograd.Function):
-    """Softmax that saves its result alone, as PyTorch's; `safe` returns zeros for no terms."""
+class _SavedResult(torch.autograd.Function):
+    """Function that saves its result alone, as PyTorch's."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.dims = inputs[1]
+        ctx.save_for_backward(output)
+
+
+class _Softmax(_SavedResult):
+    """Softmax; `safe` returns zeros for no terms."""
 
     @staticmethod
     def forward(x: Tensor, dims: list[int], safe: bool) -> Tensor:
@@ -65,28 +74,18 @@ class _Softmax(torch.autograd.Function):
         return (powers / torch.where(sums == 0, 1, sums)).to(x.dtype)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.dims = inputs[1]
-        ctx.save_for_backward(output)
-
-    @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (result,) = ctx.saved_tensors
         return _softmax_gradient(grad, result, ctx.dims).to(result.dtype), None, None
 
 
-class _LogSoftmax(torch.autograd.Function):
-    """Logarithm of softmax that saves its result alone, as PyTorch's."""
+class _LogSoftmax(_SavedResult):
+    """Logarithm of softmax."""
 
     @staticmethod
     def forward(x: Tensor, dims: list[int]) -> Tensor:
         shifted = _shifted(wide(x), dims)
         return (shifted - shifted.exp().sum(dims, True).log()).to(x.dtype)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.dims = inputs[1]
-        ctx.save_for_backward(output)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
