@@ -45,7 +45,12 @@ class RankContext:
 
     def result_offset(self, dim: int) -> int:
         """Return the global index, along a dim, at which the local of the first result begins."""
-        return self._result(0).offsets(self.rank)[dim]
+        return self.result.offsets(self.rank)[dim]
+
+    @property
+    def result(self) -> Spec:
+        """The spec of the first result, which must be a tensor."""
+        return self._result(0)
 
     def _result(self, index: int) -> Spec:
         spec = self.results[index]

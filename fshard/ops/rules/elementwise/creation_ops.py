@@ -115,10 +115,8 @@ def _arange_shard(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> torc
     start = args[0] if len(args) > 1 else 0
     step = args[2] if len(args) > 2 else 1
     first = start + step * ctx.result_offset(0)
-    result = ctx.results[0]
-    assert result is not None
     return torch.arange(first, first + step * ctx.shape()[0], step,
-                        **{**kwargs, "dtype": result.dtype})  # fmt: skip
+                        **{**kwargs, "dtype": ctx.result.dtype})  # fmt: skip
 
 
 @register_rule("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided")

@@ -93,11 +93,10 @@ def _renorm(call: OpCall) -> Never:
 def _local_embedding_backward(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
     """Return the rows of the weight's gradient in this rank's shard."""
     rows, start = ctx.shape()[0], ctx.result_offset(0)
-    grad, spec = argument(op, args, kwargs, schema_of(op).arguments[0].name), ctx.results[0]
-    assert spec is not None
+    grad = argument(op, args, kwargs, schema_of(op).arguments[0].name)
     if not grad.numel():
         return grad.new_zeros(ctx.shape())
-    if rows == spec.shape[0]:
+    if rows == ctx.result.shape[0]:
         return op(*args, **kwargs)
     index, padding = (argument(op, args, kwargs, "indices"),
                       argument(op, args, kwargs, "padding_idx"))  # fmt: skip

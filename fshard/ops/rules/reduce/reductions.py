@@ -132,11 +132,9 @@ class NeutralIfEmpty:
         x: torch.Tensor = args[0]
         if all(t.shape[dim] for t, dims in zip(args, self.dims, strict=False) for dim in dims):
             return op(*args, **kwargs)
-        spec = ctx.results[0]
-        assert spec is not None
         if self.non_negative and self.kind == "max":
             return zeros(x, ctx)
-        return neutral_like(x.new_empty((), dtype=spec.dtype), self.kind, ctx.shape())
+        return neutral_like(x.new_empty((), dtype=ctx.result.dtype), self.kind, ctx.shape())
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +151,7 @@ class LocalMean:
         if local_count == global_count:
             return op(*args, **kwargs)
         if not local_count:
-            spec = ctx.results[0]
-            assert spec is not None
-            return x.to(spec.dtype).sum(self.dims).reshape(ctx.shape())
+            return x.to(ctx.result.dtype).sum(self.dims).reshape(ctx.shape())
         return op(*args, **kwargs) * (local_count / global_count)
 
 

@@ -50,10 +50,8 @@ class _LocalAdaptive:
 
     def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
         """Run the operation on one rank."""
-        made = ctx.results[0]
-        assert made is not None
-        x, parts = args[0], spans(self.windows, made, ctx.rank)
-        if 0 in made.local_shape(ctx.rank) or has_empty_shard(ctx):
+        x, parts = args[0], spans(self.windows, ctx.result, ctx.rank)
+        if 0 in ctx.shape() or has_empty_shard(ctx):
             return zero_results(args, kwargs, ctx)
         if not any(parts):
             return op(*args, **kwargs)
@@ -87,12 +85,12 @@ class _LocalAdaptive:
         return tuple(torch.cat(tensors, dim) for tensors in zip(*outs, strict=True))
 
 
-def _adaptive(call: OpCall, x: Meta, made: Meta) -> tuple[Windows, SpatialFactors]:
+def _adaptive(call: OpCall, x: Meta, output: Meta) -> tuple[Windows, SpatialFactors]:
     """Return windows and factors of the spatial dims of an adaptive pooling of `x`."""
     count = spatial_dims(call)
     names, windows = letters(2 * count, "cn"), list[Window | None]()
     for i in range(count):
-        size, length = x.shape[i - count], made.shape[i - count]
+        size, length = x.shape[i - count], output.shape[i - count]
         windows.append(Window(names[count + i], names[i], length, size, size, 0, size - 1,
                               per=max(length, 1)))  # fmt: skip
     return tuple(windows), SpatialFactors.of(tuple(windows), names)
@@ -105,7 +103,7 @@ def adaptive_pool(call: OpCall) -> Rule:
     windows, factors = _adaptive(call, x, call.result)
     lead = planes(x, len(windows))
     modes = linear_modes(0) if "avg" in base_name(call.op) and is_inexact(x) else ()
-    return Rule(((*lead, *factors.read),), ((*lead, *factors.made),) * len(call.results),
+    return Rule(((*lead, *factors.read),), ((*lead, *factors.output),) * len(call.results),
                 modes=modes, local=_LocalAdaptive(windows), slices=factors.windows)  # fmt: skip
 
 
@@ -131,16 +129,16 @@ def adaptive_averages(x: torch.Tensor, output_size: list[int]) -> torch.Tensor:
 @register_rule("adaptive_max_pool2d_backward", "adaptive_max_pool3d_backward")
 def adaptive_max_pool_backward(call: OpCall) -> Rule:
     """Rule of an adaptive maximum's gradient, added up where windows overlap."""
-    made, x = call.operands[:2]
-    windows, factors = _adaptive(call, x, made)
+    output, x = call.operands[:2]
+    windows, factors = _adaptive(call, x, output)
     return gradient_rule(call, factors, LocalMaximumBackward(windows))
 
 
 @register_rule("_adaptive_avg_pool2d_backward", "_adaptive_avg_pool3d_backward")
 def adaptive_avg_pool_backward(call: OpCall) -> Rule:
     """Rule of an adaptive average's gradient, added up where windows overlap."""
-    made, x = call.operands
-    windows, factors = _adaptive(call, x, made)
+    output, x = call.operands
+    windows, factors = _adaptive(call, x, output)
     return gradient_rule(call, factors, _LocalAdaptiveBackward(windows))
 
 

@@ -77,14 +77,14 @@ class _Spatial:
             before = after = spatial_value(call, "padding", dim, 0)
         return _Spatial(spatial_value(call, "stride", dim, 1), extent, before, after)
 
-    def window(self, names: tuple[str, str], read: int, made: int, transposed: bool) -> Window:
-        """Return the window of a dim of `read` elements, `made` of the result."""
+    def window(self, names: tuple[str, str], read: int, output: int, transposed: bool) -> Window:
+        """Return the window of a dim of `read` elements, `output` of the result."""
         if not transposed:
             low, boundary = -self.before, "padded" if read else "zeros"
-            return Window(*names[::-1], made, read, self.stride, low, low + self.extent,
+            return Window(*names[::-1], output, read, self.stride, low, low + self.extent,
                           boundary=boundary)  # fmt: skip
         low = self.before - self.extent + self.stride - 1
-        return Window(*names[::-1], made, read, 1, low, self.before, per=self.stride)
+        return Window(*names[::-1], output, read, 1, low, self.before, per=self.stride)
 
     @property
     def is_pointwise(self) -> bool:
@@ -127,7 +127,7 @@ def _dims(call: OpCall, x: Meta, weight: Meta, result: Meta, groups: int) -> _Co
     batch = (("n",),) if x.ndim == weight.ndim else ()
     weight_dims = (ins, ("o",), *kernel) if transposed else (outs, ("c",), *kernel)
     return _ConvDims(
-        (*batch, ins, *factors.read), weight_dims, (outs,), (*batch, outs, *factors.made),
+        (*batch, ins, *factors.read), weight_dims, (outs,), (*batch, outs, *factors.output),
         frozenset(f for dim in kernel for f in dim), factors.windows,
         _LocalWindows(windows, numbers, transposed),
     )  # fmt: skip
@@ -178,9 +178,7 @@ class _LocalWindows(StaticRewrite):
     transposed: bool
 
     def _parts(self, ctx: RankContext) -> tuple[Span | None, ...]:
-        made = ctx.results[0]
-        assert made is not None
-        return spans(self.windows, made, ctx.rank)
+        return spans(self.windows, ctx.result, ctx.rank)
 
     def is_static(self, call: LocalCall, ctx: RankContext) -> bool:
         """Return True if the rewrite pads and crops nothing."""

@@ -227,7 +227,7 @@ def nearest_elements(
     return tuple(map(int, found.flatten().tolist()))
 
 
-def _resamplings(call: OpCall, read: Meta, made: Meta) -> tuple[_Resampling, ...]:
+def _resamplings(call: OpCall, read: Meta, output: Meta) -> tuple[_Resampling, ...]:
     """Return the interpolation along each spatial dim of a call or of a gradient's."""
     count = spatial_dims(call)
     align = bool(call.has("align_corners") and call.get("align_corners"))
@@ -238,7 +238,7 @@ def _resamplings(call: OpCall, read: Meta, made: Meta) -> tuple[_Resampling, ...
         scales = [call.get(name) for name in names if call.has(name)]
     forward = getattr(aten, base_name(call.op).removesuffix("_backward")).default
     return tuple(
-        _Resampling(forward, i, count, read.shape[i - count], made.shape[i - count], align,
+        _Resampling(forward, i, count, read.shape[i - count], output.shape[i - count], align,
                     scales[i])
         for i in range(count)
     )  # fmt: skip
@@ -251,9 +251,9 @@ class _LocalInterpolation:
     dims: tuple[_Resampling, ...]
     windows: tuple[Window, ...]
 
-    def parts(self, ctx: RankContext, made: Any) -> tuple[Span | None, ...]:
+    def parts(self, ctx: RankContext, output: Any) -> tuple[Span | None, ...]:
         """Return the spans of the dims that are not interpolated by the operation itself."""
-        found = spans(self.windows, made, ctx.rank)
+        found = spans(self.windows, output, ctx.rank)
         if self.dims[0].is_filtered and any(found):
             # PyTorch's kernel is wrong for windows of one column.
             return tuple(
@@ -272,11 +272,9 @@ class _LocalInterpolation:
 
     def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
         """Run the operation on one rank."""
-        made = ctx.results[0]
-        assert made is not None
-        if has_empty_shard(ctx) or 0 in made.local_shape(ctx.rank):
+        if has_empty_shard(ctx) or 0 in ctx.shape():
             return zero_results(args, kwargs, ctx)[0]
-        parts, x, count = self.parts(ctx, made), args[0], len(self.dims)
+        parts, x, count = self.parts(ctx, ctx.result), args[0], len(self.dims)
         for i, part in enumerate(parts):
             if part is not None:
                 x = gather_taps(x, i - count, part, self.dims[i].taps(part, x.dtype))
@@ -297,7 +295,7 @@ def interpolation(call: OpCall) -> Rule:
     lead, modes = planes(x, len(dims)), linear_modes(0) if is_inexact(x) else ()
     if dims[0].kind in ("nearest", "exact"):
         modes = all_modes(0)
-    return Rule(((*lead, *factors.read),), ((*lead, *factors.made),), modes=modes,
+    return Rule(((*lead, *factors.read),), ((*lead, *factors.output),), modes=modes,
                 local=_LocalInterpolation(dims, windows), slices=factors.windows)  # fmt: skip
 
 
@@ -313,7 +311,7 @@ def _factors(dims: Sequence[_Resampling]) -> tuple[SpatialFactors, tuple[Window,
         () if dim.size == 1 else names for dim, names in zip(dims, factors.read, strict=True)
     )
     sliced = tuple(window for window in windows if window.size > 1)
-    return SpatialFactors(read, factors.made, sliced), windows
+    return SpatialFactors(read, factors.output, sliced), windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,17 +320,15 @@ class _LocalInterpolationBackward(_LocalInterpolation):
 
     def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
         """Run the operation on one rank."""
-        result = ctx.results[0]
-        assert result is not None
-        if has_empty_shard(ctx) or 0 in result.local_shape(ctx.rank):
+        if has_empty_shard(ctx) or 0 in ctx.shape():
             return zero_results(args, kwargs, ctx)[0]
         grad, count = argument(op, args, kwargs, "grad_output"), len(self.dims)
         parts = self.parts(ctx, ctx.operands[0])
         if not all(parts):
             align, scales = self.rest(parts)
-            local = zip(parts, grad.shape[-count:], result.local_shape(ctx.rank)[-count:],
+            local = zip(parts, grad.shape[-count:], ctx.shape()[-count:],
                         strict=True)  # fmt: skip
-            size = [made if part else read for part, made, read in local]
+            size = [output if part else read for part, output, read in local]
             grad = op(grad, list(grad.shape[-count:]), [*grad.shape[:-count], *size], *align,
                       *scales)  # fmt: skip
         for i, part in enumerate(parts):
@@ -348,8 +344,8 @@ def interpolation_backward(call: OpCall) -> Rule:
     dims = _resamplings(call, x, grad)
     factors, windows = _factors(dims)
     lead = planes(x, len(dims))
-    pairs = zip(factors.made, factors.read, strict=True)
-    sums = tuple((made[0], "sum") for made, read in pairs if not read)
-    return Rule(((*lead, *factors.made),), ((*lead, *factors.read),), sums, modes=linear_modes(0),
+    pairs = zip(factors.output, factors.read, strict=True)
+    sums = tuple((output[0], "sum") for output, read in pairs if not read)
+    return Rule(((*lead, *factors.output),), ((*lead, *factors.read),), sums, modes=linear_modes(0),
                 local=_LocalInterpolationBackward(dims, windows),
                 slices=factors.windows)  # fmt: skip

@@ -324,7 +324,7 @@ def neighborhood_attention_rule(call: OpCall) -> Rule:
     """Rule `nyhd,nxhd,nxhe->nyhe` of neighborhood attention: `x` are windows of `y`."""
     factors, windows, sides = _rule(call, call.operands[0])
     keys = _dims(factors.read, "d"), _dims(factors.read, "e")
-    return Rule((_dims(factors.made, "d"), *keys), (_dims(factors.made, "e"),),
+    return Rule((_dims(factors.output, "d"), *keys), (_dims(factors.output, "e"),),
                 unsharded=frozenset("d"), modes=linear_modes(2),
                 local=_LocalNeighborhoods(windows, sides, 0), slices=factors.windows)  # fmt: skip
 
@@ -333,7 +333,7 @@ def neighborhood_attention_rule(call: OpCall) -> Rule:
 def neighborhood_attention_backward_rule(call: OpCall) -> Rule:
     """Rule of its gradients; where windows overlap, gradients of keys and values add up."""
     factors, windows, sides = _rule(call, call.operands[1])
-    inputs = (_dims(factors.made, "d"), _dims(factors.read, "d"), _dims(factors.read, "e"))
-    return Rule((_dims(factors.made, "e"), *inputs), inputs, unsharded=frozenset("de"),
+    inputs = (_dims(factors.output, "d"), _dims(factors.read, "d"), _dims(factors.read, "e"))
+    return Rule((_dims(factors.output, "e"), *inputs), inputs, unsharded=frozenset("de"),
                 modes=linear_modes(0, results=3),
                 local=_LocalNeighborhoods(windows, sides, 1), slices=factors.windows)  # fmt: skip

@@ -124,7 +124,7 @@ def _windows(call: OpCall, read: Meta) -> tuple[Windows, SpatialFactors]:
     unsharded = [_wraps_cropped(boundary, *pair) for pair in pairs]
     read_dims, made_dims = (
         tuple(() if fixed else dim for fixed, dim in zip(unsharded, side, strict=True))
-        for side in (factors.read, factors.made)
+        for side in (factors.read, factors.output)
     )
     return rows, SpatialFactors(read_dims, made_dims, factors.windows)
 
@@ -160,11 +160,9 @@ class _LocalElements:
 
     def __call__(self, op: object, args: Args, kwargs: Kwargs, ctx: RankContext) -> object:
         """Run the operation on one rank."""
-        made = ctx.results[0]
-        assert made is not None
-        if has_empty_shard(ctx) or 0 in made.local_shape(ctx.rank):
+        if has_empty_shard(ctx) or 0 in ctx.shape():
             return zero_results(args, kwargs, ctx)[0]
-        x, parts = args[0], spans(self.windows, made, ctx.rank)
+        x, parts = args[0], spans(self.windows, ctx.result, ctx.rank)
         for i, part in enumerate(parts):
             if part is not None and self.windows[i].boundary != "circular":  # type: ignore[union-attr]
                 x = gather_taps(x, i - len(parts), part, self.taps(i, part))
@@ -179,7 +177,7 @@ def pad_by_elements(call: OpCall) -> Rule:
     lead: Dims = tuple((name,) for name in letters(2 * x.ndim)[: x.ndim - len(windows)])
     local = _LocalElements(windows, tuple(_pairs(call, x.ndim)),
                            "pad" if call.has("pad") else "padding")  # fmt: skip
-    return Rule(((*lead, *factors.read),), ((*lead, *factors.made),), modes=all_modes(0),
+    return Rule(((*lead, *factors.read),), ((*lead, *factors.output),), modes=all_modes(0),
                 local=local, slices=factors.windows)  # fmt: skip
 
 
@@ -211,5 +209,5 @@ def pad_backward(call: OpCall) -> Rule:
     lead: Dims = tuple((name,) for name in letters(2 * x.ndim)[: x.ndim - len(windows)])
     read = (*lead, *factors.read)
     local = _LocalElementsBackward(windows, tuple(_pairs(call, x.ndim)), "padding")
-    return Rule(((*lead, *factors.made), read), (read,), modes=linear_modes(0), local=local,
+    return Rule(((*lead, *factors.output), read), (read,), modes=linear_modes(0), local=local,
                 slices=factors.windows)  # fmt: skip

@@ -19,7 +19,7 @@ from fshard.ops.core.builders import kind_modes, linear_modes
 from fshard.ops.core.call import Meta, OpCall, argument, schema_arguments
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Rule
-from fshard.ops.core.windows import Reach, Window
+from fshard.ops.core.windows import Window
 from fshard.ops.rules.letters import letters
 from fshard.ops.rules.shard_call import ShardCall, call_with, has_empty_shard, zero_results
 from fshard.ops.rules.window.window_dims import (
@@ -73,13 +73,15 @@ class _Pool:
         return [min(x + self.kernel, self.size) - max(x, 0) for x in starts]
 
 
-def _pools(call: OpCall, x: Meta, made: Meta) -> tuple[tuple[_Pool, ...], Windows, SpatialFactors]:
+def _pools(
+    call: OpCall, x: Meta, output: Meta
+) -> tuple[tuple[_Pool, ...], Windows, SpatialFactors]:
     """Return numbers, windows and factors of the spatial dims of a call on `x`."""
     count = spatial_dims(call)
     names = letters(2 * count, "cn")
     pools = tuple(_Pool.of(call, i, x.shape[i - count]) for i in range(count))
     windows = tuple(
-        pool.window(names[count + i], names[i], made.shape[i - count])
+        pool.window(names[count + i], names[i], output.shape[i - count])
         for i, pool in enumerate(pools)
     )
     return pools, windows, SpatialFactors.of(windows, names)
@@ -108,9 +110,7 @@ class _LocalAverage(_LocalPool):
 
     def __call__(self, call: LocalCall, ctx: RankContext) -> LocalCall:
         """Return the rewritten call."""
-        made = ctx.results[0]
-        assert made is not None
-        parts = spans(self.windows, made, ctx.rank)
+        parts = spans(self.windows, ctx.result, ctx.rank)
         if not any(parts):
             return call
         weight = self.weight(call, parts, call[1][0])
@@ -138,57 +138,24 @@ class _LocalAverage(_LocalPool):
         return weight
 
 
-@dataclass(frozen=True, slots=True)
-class _LocalIntegerAverage(_LocalAverage):
-    """Rewrite: divide the sums over windows as PyTorch divides integers, towards zero."""
-
-    def __call__(self, call: LocalCall, ctx: RankContext) -> LocalCall:
-        """Return the rewritten call."""
-        made = ctx.results[0]
-        assert made is not None
-        found = spans(self.windows, made, ctx.rank)
-        if not any(found):
-            return call
-        lengths = made.local_shape(ctx.rank)[-len(found) :]
-        parts = [
-            part or Span(0, length, Reach(0, pool.size, pool.padding))
-            for part, length, pool in zip(found, lengths, self.pools, strict=True)
-        ]
-
-        def run(x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-            sums = x
-            for i, (part, pool) in enumerate(zip(parts, self.pools, strict=True), -len(parts)):
-                before, extent = part.reach.before, (part.length - 1) * pool.stride + pool.kernel
-                pairs = [(0, 0)] * len(parts)
-                pairs[i] = before, extent - before - x.shape[i]
-                sums = padded(sums, pairs).unfold(i, pool.kernel, pool.stride).sum(-1)
-            return sums.div(self.divisor(call, parts, x), rounding_mode="trunc").to(x.dtype)
-
-        return run, call[1], call[2]
-
-    def divisor(self, call: LocalCall, parts: Sequence[Span], like: torch.Tensor) -> Any:
-        """Return the divisors of the sums."""
-        names = [parameter.name for parameter in schema_arguments(call[0])]
-        override = argument(*call, "divisor_override") if "divisor_override" in names else None
-        if override:
-            return override
-        result: Any = 1
-        for i, (part, pool) in enumerate(zip(parts, self.pools, strict=True), -len(parts)):
-            counts = like.new_tensor(pool.counts(part, argument(*call, "count_include_pad")))
-            result = result * counts.view([-1, *[1] * (-1 - i)])
-        return result
-
-
 @register_rule(*AVERAGES.split())
 def avg_pool(call: OpCall) -> Rule:
-    """Rule `ncbd->ncef` of average pooling: `e` and `f` are windows of `b` and `d`."""
+    """Rule `ncbd->ncef` of average pooling: `e` and `f` are windows of `b` and `d`.
+
+    Integers are averaged by planes: a quotient that is rounded has no correction for its count.
+    """
     x = call.operands[0]
+    if not is_inexact(x):
+        return per_plane(call)
     pools, windows, factors = _pools(call, x, call.result)
-    lead, modes = planes(x, len(pools)), linear_modes(0) if is_inexact(x) else ()
-    average = _LocalAverage if is_inexact(x) else _LocalIntegerAverage
-    return Rule(((*lead, *factors.read),), ((*lead, *factors.made),), modes=modes,
-                local=ShardCall(rewrites=(average(windows, pools),)),
-                slices=factors.windows)  # fmt: skip
+    lead = planes(x, len(pools))
+    return Rule(
+        ((*lead, *factors.read),),
+        ((*lead, *factors.output),),
+        modes=linear_modes(0),
+        local=ShardCall(rewrites=(_LocalAverage(windows, pools),)),
+        slices=factors.windows,
+    )
 
 
 def lowest(dtype: torch.dtype) -> float:
@@ -220,9 +187,7 @@ class _LocalMaximum(_LocalPool):
 
     def __call__(self, call: LocalCall, ctx: RankContext) -> LocalCall:
         """Return the rewritten call."""
-        made = ctx.results[0]
-        assert made is not None
-        parts = spans(self.windows, made, ctx.rank)
+        parts = spans(self.windows, ctx.result, ctx.rank)
         if not any(parts):
             return call
         op, args, kwargs = self.windowed(call, "self", parts, lowest(call[1][0].dtype))
@@ -251,7 +216,7 @@ def max_pool(call: OpCall) -> Rule:
     pools, windows, factors = _pools(call, x, call.result)
     lead = planes(x, len(pools))
     modes = kind_modes(0, {"max": "max"}) if len(call.results) == 1 else ()
-    return Rule(((*lead, *factors.read),), ((*lead, *factors.made),) * len(call.results),
+    return Rule(((*lead, *factors.read),), ((*lead, *factors.output),) * len(call.results),
                 modes=modes, local=ShardCall(rewrites=(_LocalMaximum(windows, pools),)),
                 slices=factors.windows)  # fmt: skip
 
@@ -277,17 +242,17 @@ def fractional_max_pool(call: OpCall) -> Rule:
 @register_rule("avg_pool2d_backward", "avg_pool3d_backward")
 def avg_pool_backward(call: OpCall) -> Rule:
     """Rule of average pooling's gradient, added up where windows overlap."""
-    made, x = call.operands
-    pools, windows, factors = _pools(call, x, made)
+    output, x = call.operands
+    pools, windows, factors = _pools(call, x, output)
     return gradient_rule(call, factors, _LocalAverageBackward(windows, pools))
 
 
 def gradient_rule(call: OpCall, factors: SpatialFactors, local: Any) -> Rule:
     """Return the rule of a gradient of windows; operands after the first two are indices."""
     lead = planes(call.operands[1], len(factors.read))
-    made, read = (*lead, *factors.made), (*lead, *factors.read)
-    return Rule((made, read, *[made] * (len(call.operands) - 2)), (read,), modes=linear_modes(0),
-                local=local, slices=factors.windows)  # fmt: skip
+    output, read = (*lead, *factors.output), (*lead, *factors.read)
+    dims = (output, read, *[output] * (len(call.operands) - 2))
+    return Rule(dims, (read,), modes=linear_modes(0), local=local, slices=factors.windows)
 
 
 Parts = Sequence[Span | None]
@@ -355,8 +320,8 @@ class LocalMaximumBackward(LocalGradient):
 @register_rule("max_pool2d_with_indices_backward", "max_pool3d_with_indices_backward")
 def max_pool_backward(call: OpCall) -> Rule:
     """Rule of maximum pooling's gradient, added up where windows overlap."""
-    made, x = call.operands[:2]
-    _, windows, factors = _pools(call, x, made)
+    output, x = call.operands[:2]
+    _, windows, factors = _pools(call, x, output)
     return gradient_rule(call, factors, LocalMaximumBackward(windows))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +53,7 @@ def roll(call: OpCall) -> Rule:
         for dim, (shift, size) in enumerate(zip(total, x.shape, strict=True))
     )  # fmt: skip
     factors = SpatialFactors.of(windows, names)
-    return Rule((factors.read,), (factors.made,), modes=all_modes(0),
+    return Rule((factors.read,), (factors.output,), modes=all_modes(0),
                 local=_LocalRoll(tuple(total)), slices=factors.windows)  # fmt: skip
 
 
@@ -72,7 +71,7 @@ def flip(call: OpCall) -> Rule:
         for dim, size in enumerate(x.shape)
     )  # fmt: skip
     factors = SpatialFactors.of(windows, names)
-    return Rule((factors.read,), (factors.made,), modes=all_modes(0), local=ShardCall(),
+    return Rule((factors.read,), (factors.output,), modes=all_modes(0), local=ShardCall(),
                 slices=factors.windows)  # fmt: skip
 
 
@@ -97,7 +96,7 @@ def unfold(call: OpCall) -> Rule:
                               call.get("step"))  # fmt: skip
     factors = SpatialFactors.of(windows, [name for (name,) in names])
     elements = names[-1]
-    return Rule((factors.read,), ((*factors.made, elements),), unsharded=frozenset(elements),
+    return Rule((factors.read,), ((*factors.output, elements),), unsharded=frozenset(elements),
                 modes=all_modes(0), local=ShardCall(), slices=factors.windows)  # fmt: skip
 
 
@@ -109,12 +108,9 @@ class _LocalUnfoldBackward:
 
     def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
         """Run the operation on one rank."""
-        result = ctx.results[0]
-        assert result is not None
-        sizes: Sequence[int] = result.local_shape(ctx.rank)
         if has_empty_shard(ctx):
             return zero_results(args, kwargs, ctx)[0]
-        return call_with(op, args, kwargs, input_sizes=list(sizes))
+        return call_with(op, args, kwargs, input_sizes=list(ctx.shape()))
 
 
 @register_rule("unfold_backward")
@@ -125,6 +121,6 @@ def unfold_backward(call: OpCall) -> Rule:
     windows = _unfold_windows(x.ndim, dim, grad.shape[dim], x.shape[dim], call.get("size"),
                               call.get("step"))  # fmt: skip
     factors = SpatialFactors.of(windows, [name for (name,) in names])
-    return Rule(((*factors.made, names[-1]),), (factors.read,), unsharded=frozenset(names[-1]),
+    return Rule(((*factors.output, names[-1]),), (factors.read,), unsharded=frozenset(names[-1]),
                 modes=linear_modes(0), local=_LocalUnfoldBackward(windows),
                 slices=factors.windows)  # fmt: skip

@@ -76,11 +76,9 @@ class _LocalUnfold:
 
     def __call__(self, op: object, args: Args, kwargs: Kwargs, ctx: RankContext) -> object:
         """Run the operation on one rank."""
-        made = ctx.results[0]
-        assert made is not None
-        if has_empty_shard(ctx) or 0 in made.local_shape(ctx.rank):
+        if has_empty_shard(ctx) or 0 in ctx.shape():
             return zero_results(args, kwargs, ctx)[0]
-        span = self.plane.span(made, ctx.rank)
+        span = self.plane.span(ctx.result, ctx.rank)
         if span is None:
             return op(*args, **kwargs)  # type: ignore[operator]
         x = padded(args[0], [span.reach[2:], (0, 0)])
@@ -95,9 +93,7 @@ class _LocalFold:
 
     def __call__(self, op: object, args: Args, kwargs: Kwargs, ctx: RankContext) -> object:
         """Run the operation on one rank."""
-        made = ctx.results[0]
-        assert made is not None
-        if has_empty_shard(ctx) or 0 in made.local_shape(ctx.rank):
+        if has_empty_shard(ctx) or 0 in ctx.shape():
             return zero_results(args, kwargs, ctx)[0]
         span = self.plane.span(ctx.operands[0], ctx.rank)
         if span is None:
@@ -115,8 +111,8 @@ def im2col(call: OpCall) -> Rule:
     Channels are major to a window's elements.
     """
     plane = _Plane.of(call, call.operands[0])
-    read, made = plane.dims(call.operands[0])
-    return Rule((read,), (made,), unsharded=frozenset("kd"), modes=linear_modes(0),
+    read, output = plane.dims(call.operands[0])
+    return Rule((read,), (output,), unsharded=frozenset("kd"), modes=linear_modes(0),
                 local=_LocalUnfold(plane), sizes=plane.sizes, slices=plane.windows)  # fmt: skip
 
 
@@ -124,6 +120,6 @@ def im2col(call: OpCall) -> Rule:
 def col2im(call: OpCall) -> Rule:
     """Rule `n(ck)(ef)->ncbd` of `col2im`, which adds up columns at their windows' positions."""
     plane = _Plane.of(call, call.result)
-    read, made = plane.dims(call.result)
-    return Rule((made,), (read,), unsharded=frozenset("kd"), modes=linear_modes(0),
+    read, output = plane.dims(call.result)
+    return Rule((output,), (read,), unsharded=frozenset("kd"), modes=linear_modes(0),
                 local=_LocalFold(plane), sizes=plane.sizes, slices=plane.windows)  # fmt: skip

@@ -35,7 +35,7 @@ class SpatialFactors:
     """Factors of the spatial dims: of the tensor that is read, and of the result."""
 
     read: Dims
-    made: Dims
+    output: Dims
     windows: tuple[Window, ...]
 
     @staticmethod
@@ -43,8 +43,8 @@ class SpatialFactors:
         """Return the factors of dims with these windows, the same of both tensors without one."""
         pairs = list(zip(windows, names, strict=False))
         read = tuple((name if window is None else window.of,) for window, name in pairs)
-        made = tuple((name if window is None else window.name,) for window, name in pairs)
-        return SpatialFactors(read, made, tuple(w for w in windows if w is not None))
+        output = tuple((name if window is None else window.name,) for window, name in pairs)
+        return SpatialFactors(read, output, tuple(w for w in windows if w is not None))
 
 
 class Span(NamedTuple):
@@ -67,18 +67,22 @@ class Span(NamedTuple):
 
 
 @lru_cache(maxsize=CACHE_SIZE)
-def spans(windows: Windows, made: Spec, rank: int) -> tuple[Span | None, ...]:
+def spans(windows: Windows, output: Spec, rank: int) -> tuple[Span | None, ...]:
     """Return the span of each spatial dim on a rank, None for a dim that is not sharded.
 
     Args:
         windows: the windows of the spatial dims, which are the last ones.
-        made: the layout of the tensor that is computed of windows.
+        output: the layout of the tensor that is computed of windows.
         rank: the rank.
     """
-    offsets, shape, first = made.offsets(rank), made.local_shape(rank), made.ndim - len(windows)
+    offsets, shape, first = (
+        output.offsets(rank),
+        output.local_shape(rank),
+        output.ndim - len(windows),
+    )
     rows: list[Span | None] = []
     for i, window in enumerate(windows, first):
-        if window is None or not made.partition.dims[i]:
+        if window is None or not output.partition.dims[i]:
             rows.append(None)
         else:
             stop = offsets[i] + shape[i]
