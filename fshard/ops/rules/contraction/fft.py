@@ -2,7 +2,8 @@
 
 Transformed dims stay unsharded, all others may be sharded. Transforms are linear in their
 input, conjugates and real parts included. Over several dims they are decomposed into transforms
-over one dim each, between which an all-to-all moves the axis of a sharded dim to another one.
+over one dim each, between which an all-to-all moves the axis of a sharded dim to another one, and
+those of windows of a signal into windows, for which shards exchange halos.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 from fshard._util.dtypes import is_inexact
 from fshard.ops.core.builders import all_modes, linear_modes, normalize_dims
@@ -124,6 +126,41 @@ def stft(call: OpCall) -> Rule:
     operands = ((*text_dims(batch), ()), *(((),) for _ in call.operands[1:]))
     result = text_dims(batch) + ((),) * (result_meta.ndim - len(batch))
     return Rule(operands, (result,), modes=linear_modes(*range(len(operands))), local=ShardCall())
+
+
+@register_decomposition(aten.stft.default)
+def windowed_transforms(
+    x: torch.Tensor, n_fft: int, hop_length: int | None = None, win_length: int | None = None,
+    window: torch.Tensor | None = None, normalized: bool = False, onesided: bool | None = None,
+    return_complex: bool | None = None, align_to_window: bool | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Decompose the transforms of windows of a signal, whose shards then exchange halos."""
+    width, hop = win_length or n_fft, hop_length or n_fft // 4
+    sides = (n_fft - width) // 2, n_fft - width - (n_fft - width) // 2
+    if window is None and width < n_fft:
+        window = x.new_ones(width)
+    frames = (pad(x, sides) if align_to_window else x).unfold(-1, n_fft, hop)
+    if window is not None:
+        frames = frames * pad(window, sides)
+    is_half = not frames.is_complex() if onesided is None else onesided
+    transform = torch.fft.rfft if is_half else torch.fft.fft
+    result = transform(frames, norm="ortho" if normalized else "backward").mT
+    return result if return_complex or x.is_complex() else torch.view_as_real(result)
+
+
+@register_decomposition(aten.stft.center)
+def centered_transforms(
+    x: torch.Tensor, n_fft: int, hop_length: int | None = None, win_length: int | None = None,
+    window: torch.Tensor | None = None, center: bool = True, pad_mode: str = "reflect",
+    normalized: bool = False, onesided: bool | None = None, return_complex: bool | None = None,
+    align_to_window: bool | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Decompose the transforms of windows of a signal that is padded if `center`."""
+    if center:
+        sides = n_fft // 2, n_fft // 2
+        x = pad(x.view(1, -1, x.shape[-1]), sides, pad_mode).view(*x.shape[:-1], -1)
+    return windowed_transforms(x, n_fft, hop_length, win_length, window, normalized, onesided,
+                               return_complex, align_to_window)  # fmt: skip
 
 
 @register_rule(aten.istft)

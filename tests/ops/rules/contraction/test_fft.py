@@ -121,3 +121,27 @@ def test_gradients_of_transforms_in_the_function_stay_sharded() -> None:
     part = fs.partition(gradient, mesh=fs.Mesh(x=2, y=2), in_specs=fs.P("x", "y"))
     torch.testing.assert_close(part(x), gradient(x))
     assert part.trace(x).cost().peak_memory <= 2 * x.nbytes // 2
+
+
+@pytest.mark.parametrize("whole", [(2, 96), (96,)])
+def test_windows_of_a_sharded_signal_exchange_halos(whole: tuple[int, ...]) -> None:
+    """Each rank transforms windows of its part; aten's own padding is that of `torch.stft`."""
+    window, x = torch.hann_window(12, dtype=torch.float64), rand(*whole).requires_grad_()
+    mesh, partition = fs.Mesh(x=3), fs.P(*[None] * (len(whole) - 1), "x")
+    calls: list[Sample] = [
+        lambda: (torch.stft, x, 16, 4, 12, window, {"return_complex": True, "normalized": True}),
+        lambda: (torch.stft, x, 16, 8, None, None, False, "reflect", False, False, True),
+        lambda: (aten.stft.center, x, 16, 5, 12, {"pad_mode": "constant", "return_complex": True}),
+    ]
+    for sample in calls:
+        op, _, *args = sample()
+        options = args.pop() if isinstance(args[-1], dict) else {}
+        with warnings.catch_warnings(), fs.comm_log() as log:
+            warnings.simplefilter("ignore")
+            run = lambda x, op=op, args=args, options=options: op(x, *args, **options)  # noqa: E731
+            y = fs.partition(run, mesh=mesh, in_specs=partition)(fs.shard(x, mesh, partition))
+            expected = run(x)
+        assert {name for name, _ in log.bytes} == {"halo_exchange"}
+        results = [(z, *torch.autograd.grad(z.abs().pow(3).sum(), x))
+                   for z in (fs.unshard(y), expected)]  # fmt: skip
+        torch.testing.assert_close(*results, rtol=1e-10, atol=1e-10)
