@@ -13,6 +13,7 @@ import torch
 import fshard as fs
 from fshard import Mesh, P
 from fshard.partition.partition import Partition
+from tests.helpers.custom_functions import SavesInputs
 from tests.helpers.ops.block_cases import (
     MESH,
     sample,
@@ -332,3 +333,38 @@ def test_collectives_of_torch_name_those_of_fshard() -> None:
     with pytest.raises(ValueError, match="process group") as error:
         body(x)
     assert any(re.search(fix, note) for note in error.value.__notes__)
+
+
+@pytest.mark.parametrize("is_argument", [False, True])
+def test_backwards_that_close_over_tensors_of_transforms(is_argument: bool) -> None:
+    def sine_of(closed: torch.Tensor | None) -> Any:
+        class Sine(SavesInputs):
+            @staticmethod
+            def forward(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+                return x.sin()
+
+            @staticmethod
+            def backward(ctx: Any, *grads: Any) -> Any:
+                x, w = ctx.saved_tensors
+                return grads[0] * x.cos() * (w if closed is None else closed), None
+
+            @staticmethod
+            def jvp(ctx: Any, *tangents: Any) -> Any:
+                x, w = ctx.saved_tensors
+                return tangents[0] * x.cos() * (w if closed is None else closed)
+
+        return Sine
+
+    def loss(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        scale = w.exp()
+        y: torch.Tensor = sine_of(None if is_argument else scale).apply(x, scale)
+        return y.sum()
+
+    x, w = torch.linspace(0, 1, 4, dtype=torch.float64), torch.ones(4, dtype=torch.float64)
+    part = fs.partition(torch.func.hessian(loss), mesh=MESH)
+    if is_argument:
+        want = torch.diag(-x.sin() * w.exp())
+        torch.testing.assert_close(part(x, w), want)
+    else:
+        with pytest.raises(fs.ShardingError, match=r"F.apply\(x, w\)"):
+            part(x, w)
