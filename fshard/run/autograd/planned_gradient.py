@@ -11,11 +11,16 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from fshard._torch.autograd_state import UNSAFE_VIEW
-from fshard._torch.functorch import apply_function, primal_of, set_forward_mode
+from fshard._torch.functorch import (
+    apply_function,
+    primal_of,
+    set_forward_mode,
+    without_transforms,
+)
 from fshard._util.errors import fail
 from fshard._util.tracebacks import hiding_frames
 from fshard.program.program import Program
-from fshard.run.transports.base import backward_phase
+from fshard.run.transports.base import backward_phase, current_transport
 from fshard.run.transports.divergence_report import backward_label
 
 Tensors = tuple[torch.Tensor, ...]
@@ -138,6 +143,8 @@ def _gradients(ctx: Any, cts: Sequence[Any], saved: Sequence[torch.Tensor]) -> S
     gradient, n = ctx.gradient, ctx.n or 1
     by_output = [cts[i : i + n] for i in range(0, len(cts), n)]
     used = tuple(any(ct is not None for ct in group) for group in by_output)
+    if ctx.n is None and len(gradient.calls) > 1:
+        used = _used_on_any_rank(gradient, used, ctx.like[0][-1])
     if not any(used):
         return [None] * (gradient.inputs * n)
     call = gradient.calls.get(used)
@@ -156,3 +163,17 @@ def _gradients(ctx: Any, cts: Sequence[Any], saved: Sequence[torch.Tensor]) -> S
     with backward_phase(ctx.label):
         gradients = call.run(_grouped((*flat, *saved), ctx.n))
     return tuple(gradients if ctx.n is None else [x for xs in gradients for x in xs])
+
+
+def _used_on_any_rank(
+    gradient: OutputGradient, used: tuple[bool, ...], device: torch.device
+) -> tuple[bool, ...]:
+    """Return which outputs have a cotangent on any rank; the ranks must run one function."""
+    transport = current_transport()
+    programs = [prog for call in gradient.calls.values() for prog in call.programs]
+    ranks = sorted({rank for prog in programs if not prog.is_local for rank in prog.src.mesh.ranks})
+    if transport is None or not ranks:
+        return used
+    with without_transforms(), torch.no_grad():
+        flags = torch.tensor(used, dtype=torch.int32, device=device)
+        return tuple(map(bool, transport.all_reduce(flags, "max", tuple(ranks))().tolist()))

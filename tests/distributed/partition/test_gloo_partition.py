@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -83,11 +84,42 @@ def test_closed_over_tensors_have_gradients_on_every_rank(layout: P) -> None:
         torch.testing.assert_close(results, expected)
 
 
+class ProductAndSine(torch.autograd.Function):
+    """Two results, of which one has a gradient for `w`, and a backward for those that are used."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, w)
+        return x @ w, x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, product: Any, sine: Any) -> Any:
+        x, w = ctx.saved_tensors
+        zero = torch.zeros_like(x)
+        through_sine = zero if sine is None else sine * x.cos()
+        if product is None:
+            return through_sine, None
+        return through_sine + product @ w.mT, x.mT @ product
+
+
+def gradients_of_ranks(ranks: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+    """Return gradients of a loss for which every rank uses another result."""
+    torch.manual_seed(0)
+    x, w = (torch.randn(4, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    part = fs.partition(ProductAndSine.apply, mesh=MESH)
+    results = part(fs.shard(x, MESH, P("x")), fs.shard(w, MESH, P()))
+    locals_ = [y.local if isinstance(y.local, tuple) else (y.local,) * 2 for y in results]
+    loss = torch.stack([locals_[rank][rank].sum() for rank in ranks]).sum()
+    return torch.autograd.grad(loss, (x, w))
+
+
 def custom_on_rank() -> list[tuple[torch.Tensor, ...]]:
     """Return values and gradients of the custom functions, on the mesh of two ranks."""
     fs.init(MESH)
     specs = P("x"), P(None, "x")
-    return [custom(fs.partition(fn, mesh=MESH, in_specs=specs)) for fn in CUSTOM_FUNCTIONS]
+    results = [custom(fs.partition(fn, mesh=MESH, in_specs=specs)) for fn in CUSTOM_FUNCTIONS]
+    return [*results, gradients_of_ranks((torch.distributed.get_rank(),))]
 
 
 def custom(fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -99,7 +131,7 @@ def custom(fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> tuple[to
 
 
 def test_custom_functions() -> None:
-    expected = [custom(fn) for fn in CUSTOM_FUNCTIONS]
+    expected = [*map(custom, CUSTOM_FUNCTIONS), gradients_of_ranks((0, 1))]
     for results in run_ranks(2, custom_on_rank):
         torch.testing.assert_close(results, expected)
 
