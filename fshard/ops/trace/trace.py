@@ -83,8 +83,6 @@ from fshard.run.transports.divergence_report import raise_line, user_line
 
 FOREIGN_RESULT = "argument of type: "
 """Beginning of the error of `torch.fx` for a result that a graph cannot have."""
-ESCAPED_LEVEL = "level <= current_level"
-"""Part of the error of functorch for a tensor that is used after its transform."""
 _TRACE_LOCK = threading.RLock()
 """Tracing patches PyTorch for all threads; a function that is traced may trace others."""
 
@@ -287,7 +285,7 @@ def _refuse(where: str, error: Exception) -> NoReturn:
              "results must be tensors, numbers and strings, in containers that are pytrees",
              "dict(module.named_parameters()) of a module; torch.export.register_dataclass(cls) of "
              "a class")  # fmt: skip
-    elif ESCAPED_LEVEL in cause:
+    elif "level <= current_level" in cause:  # an assertion of functorch
         fail(place, "a tensor of a transform of torch.func, which an autograd.Function closes over "
              "and uses after the transform has ended",
              "tensors that a backward or jvp uses must be arguments of apply",
