@@ -8,6 +8,7 @@ cost nothing more.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import UnionType
@@ -18,8 +19,10 @@ from fshard._util.text import plural
 
 Parameters = Mapping[str, inspect.Parameter]
 MISSING = inspect.Parameter.empty
-PUBLIC_PACKAGES = ("domain", "random")
-"""Packages whose functions are named with it: `fs.random.normal`."""
+PUBLIC_PACKAGES = ("domain", "interop", "random", "state", "testing")
+"""Packages with public functions: `fs.random.normal`."""
+OTHER_OPTIONS = {"dim": "axis", "axis": "dim"}
+"""Options of PyTorch's functions to those of JAX's that mean the same, and the reverse."""
 
 
 class SignatureError(ShardingError, TypeError):
@@ -79,7 +82,10 @@ def public_name(fn: Callable[..., Any]) -> str:
     """Return a public function's name as users write it: `fs.random.normal`, `fs.Spec`."""
     qualname = fn.__qualname__.removesuffix(".__init__")
     package = fn.__module__.split(".")[1:2]
-    return ".".join(["fs", *(name for name in package if name in PUBLIC_PACKAGES), qualname])
+    in_package = {*package} <= {*PUBLIC_PACKAGES} and not hasattr(
+        sys.modules["fshard"], qualname.partition(".")[0]
+    )
+    return ".".join(["fs", *(package if in_package else ()), qualname])
 
 
 def _without_self(
@@ -111,12 +117,12 @@ def binding_problems(
         known = [*either, *options]
         unknown = [name for name in kwargs if name not in known]
         rule = f"an option must be one of {', '.join(known)}" if known else "it has no options"
-        problems += [
-            Problem(
-                f"{name}={_short(kwargs[name])}", rule, did_you_mean(name, known, "leave it out")
+        for name in unknown:
+            value, other = _short(kwargs[name]), OTHER_OPTIONS.get(name)
+            fix = (
+                f"{other}={value}" if other in known else did_you_mean(name, known, "leave it out")
             )
-            for name in unknown
-        ]
+            problems.append(Problem(f"{name}={value}", rule, fix))
     required = [name for name in (*by_position, *options) if parameters[name].default is MISSING]
     problems += [
         Problem(f"no {name}", f"{name} must be given", f"{name}=..." if name in options else

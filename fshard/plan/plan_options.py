@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from fshard._util.errors import Problem
+from fshard._util.errors import Problem, did_you_mean
 from fshard.program.cost.topology import Topology
 from fshard.program.program_arguments import exclude_problems
 
@@ -76,7 +76,8 @@ def objective_problems(topology: object, objective: object) -> list[Problem]:
         problems.append(Problem(f"topology={topology!r}", "topology must be a Topology", fix))
     if objective not in ("time", "bytes"):
         rule = "objective must be 'time' or 'bytes'"
-        is_topology = isinstance(objective, Topology)
-        fix = "topology= takes the Topology" if is_topology else 'objective="bytes"'
+        fix = did_you_mean(str(objective), ("time", "bytes"), 'objective="bytes"')
+        if isinstance(objective, Topology):
+            fix = "topology= takes the Topology"
         problems.append(Problem(f"objective={objective!r}", rule, fix))
     return problems

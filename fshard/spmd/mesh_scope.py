@@ -88,10 +88,15 @@ def refuse_unknown_options(unknown: Mapping[str, object], where: str) -> None:
 
 def check_check(check: object, where: str) -> None:
     """Raise `ShardingError` unless `check` is a valid value of the option."""
-    if not isinstance(check, bool) and not (isinstance(check, str) and check in CHECKS):
-        fail(where, f"check={check!r}",
-             "check must be True, False, 'strict', 'values' or 'collectives'",
-             "leave it out: True")  # fmt: skip
+    if isinstance(check, bool) or (isinstance(check, str) and check in CHECKS):
+        return
+    fix = "leave it out: True"
+    fail(
+        where,
+        f"check={check!r}",
+        "check must be True, False, 'strict', 'values' or 'collectives'",
+        did_you_mean(check, CHECKS, fix) if isinstance(check, str) else fix,
+    )
 
 
 def check_axis_names(axis_names: object, mesh: object, where: str) -> frozenset[str]:

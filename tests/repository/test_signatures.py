@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 import fshard as fs
 from fshard import Mesh, P
-from fshard._util.signatures import SignatureError
+from fshard._util.signatures import SignatureError, public_name
 
 LINE = Mesh(x=2)
 SPEC = fs.Spec(LINE, P("x"), shape=(4,))
@@ -109,6 +110,16 @@ def test_text_of_a_call_that_does_not_match(call: Callable[[], Any], text: str) 
     with pytest.raises(SignatureError) as caught:
         call()
     assert str(caught.value) == text
+
+
+def test_functions_of_packages_are_named_with_them() -> None:
+    names = ["psum", "zeros", "Spec.replace", "state.adamw", "testing.run_ranks", "random.normal"]
+    assert [public_name(attrgetter(name)(fs)) for name in names] == [f"fs.{x}" for x in names]
+
+
+def test_dims_of_pytorch_are_axes_of_jax() -> None:
+    with pytest.raises(SignatureError, match="fix:   axis=1$"):
+        fs.all_gather(X, "x", dim=1, mesh=LINE)  # type: ignore[call-arg]
 
 
 def test_type_errors_of_the_users_function_are_kept() -> None:

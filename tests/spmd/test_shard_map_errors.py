@@ -242,7 +242,7 @@ OPTIONS: list[tuple[dict[str, Any], str, str, str]] = [
     ({"axis_name": "x"}, "axis_name='x'", KNOWN, "did you mean 'axis_names'?"),
     ({"device": "cpu"}, "device='cpu'", KNOWN, "leave device out"),
     ({"check": "value"}, "check='value'",
-     "check must be True, False, 'strict', 'values' or 'collectives'", "leave it out: True"),
+     "check must be True, False, 'strict', 'values' or 'collectives'", "did you mean 'values'?"),
     ({"check": 1}, "check=1",
      "check must be True, False, 'strict', 'values' or 'collectives'", "leave it out: True"),
 ]  # fmt: skip
