@@ -118,7 +118,7 @@ def test_functions_of_packages_are_named_with_them() -> None:
 
 
 def test_dims_of_pytorch_are_axes_of_jax() -> None:
-    with pytest.raises(SignatureError, match="fix:   axis=1$"):
+    with pytest.raises(SignatureError, match=r"fix:   axis=1$"):
         fs.all_gather(X, "x", dim=1, mesh=LINE)  # type: ignore[call-arg]
 
 
