@@ -164,4 +164,4 @@ for _package in (domain, random, state, interop, testing):
 _refuse_attributes(Mesh, _MESH_NAMES)
 _refuse_attributes(state.Optimizer, _OPTIMIZER_NAMES)
 _run_uncompiled(shard)  # the wrapper that all public functions have in common
-_run_uncompiled(Spec.replace)  # that of methods with options
+_run_uncompiled(Spec.replace)  # the wrapper of methods with options

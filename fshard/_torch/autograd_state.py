@@ -154,6 +154,6 @@ def _collect_nodes(ys: Iterable[torch.Tensor], seen: set[Any]) -> list[Any]:
 def is_profiling() -> bool:
     """Return True while a profiler records, in this thread or in others.
 
-    One with `profile_all_threads` does not tell threads by `_profiler_enabled`.
+    `_profiler_enabled` is False in the threads of a profiler with `profile_all_threads`.
     """
     return bool(_profiler._is_profiler_enabled)

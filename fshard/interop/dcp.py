@@ -23,8 +23,9 @@ from fshard.state.checkpoints.save_plan import SavePlan, check_reduced
 def save_dcp(directory: str | Path, tree: Any, /) -> None:
     """Save a tree of pairs as a checkpoint of `torch.distributed.checkpoint`.
 
-    Each rank writes its shards, and of replicas its share. DTensors of any layout, those of FSDP2
-    say, and plain tensors load it by `torch.distributed.checkpoint.load`; so does `fs.state.load`.
+    Each rank writes its shards, and its share of replicas. DTensors of any layout, such as those of
+    FSDP2, and plain tensors are loaded from it by `torch.distributed.checkpoint.load`, pairs by
+    `fs.state.load`.
 
     Args:
         directory: the directory, which all ranks see; it is created.

@@ -416,8 +416,8 @@ def finished(running: torch.Tensor | Generator[None, None, torch.Tensor]) -> tor
 class PausedTranspose:
     """Transpose of an identity, launched by one node of a backward pass and waited for by another.
 
-    Autograd runs the node that was created last first. What is applied between the two is
-    transposed while the collectives of this one run.
+    Autograd runs the node that was created last first. Functions that are applied between the two
+    are transposed while the collectives of this one run.
     """
 
     __slots__ = ("recording", "running")

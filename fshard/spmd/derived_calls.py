@@ -302,7 +302,7 @@ class BatchedCall(LinearCall):
         dims, last_dims = self.dims[: len(xs)], self.dims[len(xs) :]
         if not any(dim is not None for dim in dims):
             leaves, function = self.base.linear(index, xs, create_graph=create_graph)
-            # What is computed again, by a checkpoint, draws no other values for each element.
+            # A checkpoint that computes values again draws the same ones for each element.
             batched = torch.func.vmap(lambda *last: function(last), last_dims, randomness="same")
             return leaves, lambda last: batched(*last)
         assert self.root.graphs is not None

@@ -270,8 +270,8 @@ def run_ranks(
 
     The processes are on this machine, with gloo as the backend; they stay warm for the next call
     and end with this process. Each call starts with `torch.manual_seed(0)`, in the directory and
-    with the filters of warnings of this process. What it changes in its module or in PyTorch's
-    state, the next call sees.
+    with the filters of warnings of this process. Changes of its module and of PyTorch's state stay
+    for the next call.
 
     Args:
         function: function at the top level of a module that the ranks can import.

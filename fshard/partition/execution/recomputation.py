@@ -2,9 +2,9 @@
 
 The lines run under hooks of saved tensors. Where autograd saves a tensor in the memory of a value
 that is not kept, the hook returns a recipe in its place: the value, and the tensor's place in it.
-In the backward pass the recipe runs the lines that are needed, under `no_grad`. What an operation
-saves for itself alone, as a mask, is found by running the operation again with gradients, as
-`torch.utils.checkpoint` does.
+In the backward pass the recipe runs the lines that are needed, under `no_grad`. A tensor that an
+operation makes for its gradient alone, as a mask, is found by running the operation again with
+gradients, as `torch.utils.checkpoint` does.
 
 When a launch runs again, the one before it is started too, since the backward pass needs it next.
 All ranks have the same plan and graph, so their launches have one order. Hooks that were active

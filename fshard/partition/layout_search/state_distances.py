@@ -100,8 +100,8 @@ class AxisTuple:
     def refined(mesh: Mesh, topology: Topology) -> tuple[AxisTuple, list[int]]:
         """Return the axes of a mesh, and the index of the mesh's axis that each is a part of.
 
-        Those that leave a node with part of their length are divided into a part between nodes and
-        one inside, with links of their own, unless there are more than `MAX_REFINED` then.
+        An axis that leaves a node with part of its length is divided into a part between nodes and
+        one inside, with links of their own, unless there are more than `MAX_REFINED` axes then.
         """
         fine, axes = node_refinement(mesh, topology, False), AxisTuple.of(mesh, topology)
         if fine is not None:

@@ -205,8 +205,8 @@ def meeting_pieces(
 ) -> int:
     """Return `dim_pieces` of shards that end at `stops`, 0 first.
 
-    Shards that are empty are no pieces; they are looked for only where a target may meet more
-    shards than the targets before it.
+    Empty shards do not count; they are looked for only where a target may meet more shards than
+    the targets before it.
     """
     full = [(start, stop) for start, stop in targets if start < stop]
     most = 0 if full else 1

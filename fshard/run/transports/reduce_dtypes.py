@@ -1,4 +1,4 @@
-"""Dtypes and shapes that are sent: those that backends cannot send or reduce are converted."""
+"""Conversions of dtypes and shapes that backends cannot send or reduce."""
 
 from __future__ import annotations
 

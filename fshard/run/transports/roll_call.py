@@ -7,8 +7,8 @@ same on all ranks that come, however late they are. A rank that is at a collecti
 have yet to join will not come to their place any more: it has passed, too.
 
 Calls in a graph of `torch.compile` are not counted, and each rank traces graphs of its own. Once a
-rank has traced a function, the ranks cannot tell which call the others are in, and none of them
-takes part in a roll call of that function.
+rank has traced a function, the numbers of the ranks' calls differ, and none of them takes part in a
+roll call of that function.
 """
 
 from __future__ import annotations

@@ -284,7 +284,7 @@ class RingFold:
             arrived = moving()
             moving = ring.launch(arrived, -1, k) if k > 1 else None
             mine = contribution(k, arrived)
-            if returning is not None:  # what has arrived is this rank's alone
+            if returning is not None:  # the sum that arrived belongs to this rank alone
                 mine = returning().add_(mine)
             returning = ring.launch(mine, -1, k, needed)
             del arrived, mine

@@ -448,7 +448,7 @@ def _created(
             {
                 name: torch.full(x.shape, math.nan if x.is_floating_point() else 0, dtype=x.dtype)
                 for name, x in tensors.items()
-            }  # what nothing writes is NaN on every rank
+            }  # a value that nothing writes stays NaN on every rank
             for tensors in (initialize.params, initialize.buffers)
         )
         with keyed(key):

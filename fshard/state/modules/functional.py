@@ -39,8 +39,8 @@ class Functional(NamedTuple):
 def functional(module: torch.nn.Module, /) -> Functional:
     """Return a module as a pure function, with its parameters and its buffers.
 
-    The module is not changed, and nothing is registered on it; it lends its code. What a call
-    writes to buffers, such as running statistics, is in `new_buffers`, never in its arguments. The
+    The module is not changed, and nothing is registered on it; it lends its code. New values of
+    buffers, such as running statistics, are in `new_buffers`, never in the arguments. The
     function is differentiable in `params` and in the arguments of the module.
 
     Args:

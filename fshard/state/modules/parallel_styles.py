@@ -339,8 +339,8 @@ def _partitions(
 ) -> Iterator[tuple[torch.Tensor, PartitionSpec]]:
     """Yield the parameters of a layer, and the partition of each.
 
-    A weight of `torch.nn.utils.parametrize` is computed from parameters. Those of its size
-    in the dim that is sharded are sharded as it is, such as the originals and one factor of LoRA.
+    A weight of `torch.nn.utils.parametrize` is computed from parameters. A parameter of its size
+    in the sharded dim is sharded as the weight is, such as the original and one factor of LoRA.
     """
     for x in module.parameters(recurse=False):
         yield x, _partition(module, style, x.ndim)

@@ -45,7 +45,7 @@ def cell(call: OpCall) -> Rule:
 
 @register_rule("_thnn_fused_lstm_cell_backward_impl", "_thnn_fused_gru_cell_backward")
 def fused_cell_backward(call: OpCall) -> Rule:
-    """Rule of the gradients of a step on GPUs; those of biases are sums over the batch."""
+    """Rule of the gradients of a step on GPUs; gradients of biases are sums over the batch."""
     rows: Dims = (("n",), ())
     results = tuple(
         None if meta is None else rows if meta.ndim == 2 else no_factors(meta)
