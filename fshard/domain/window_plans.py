@@ -14,6 +14,7 @@ from typing import Any
 from fshard._util.errors import Problem, fail, raise_if
 from fshard._util.text import columns, plural
 from fshard.layout.validation import as_ints
+from fshard.ops.core.window_arguments import number_problems
 from fshard.ops.core.windows import Window
 
 WHERE = "fs.domain.window_plan"
@@ -212,12 +213,15 @@ def _problems(
     shards: tuple[int, ...] | None,
 ) -> list[Problem]:  # fmt: skip
     """Return the problems of the arguments of a plan."""
-    numbers = {"size": size, "kernel": kernel, "stride": stride, "dilation": dilation}
-    problems = [
-        Problem(f"{name}={value!r}", f"{name} must be an int of at least {least}", f"{least}")
-        for (name, value), least in zip(numbers.items(), (0, 1, 1, 1), strict=True)
-        if as_ints((value,)) is None or value < least
-    ]  # fmt: skip
+    problems = number_problems(
+        1,
+        {
+            "size": (size, 0),
+            "kernel": (kernel, 1),
+            "stride": (stride, 1),
+            "dilation": (dilation, 1),
+        },
+    )
     if as_ints(pads) is None or len(pads) != 2 or min(pads) < 0:
         problems.append(Problem(f"padding={pads!r}", "padding must be an int of at least 0, or two",
                                 "padding=0"))  # fmt: skip

@@ -208,8 +208,7 @@ def _run_local(prog: Program, local: torch.Tensor, async_op: bool) -> Any:
     """
     recorded = None if async_op else _recording_of(prog, local)
     if recorded is not None:
-        needs_grad = local.requires_grad and torch.is_grad_enabled()
-        return replay(recorded, local) if needs_grad else recorded.run(local)
+        return _replayed(recorded, local)
     label = program_label(prog)
     where = label.name
     transport = current_transport() or current_rank(label.mesh, where)
@@ -251,19 +250,30 @@ def run_programs(progs: Sequence[Program | None], locals_: Sequence[torch.Tensor
     Backward, the transposes of programs that send nothing forward are under way together, and with
     those of the others: the sums of weights' gradients while halos are exchanged.
     """
-    paused, results = dict[int, PausedTranspose](), list(locals_)
-    if torch.is_grad_enabled() and len(progs) > progs.count(None) + 1:
-        for i, (prog, x) in enumerate(zip(progs, locals_, strict=True)):
-            recorded = _recording_of(prog, x) if prog is not None and x.requires_grad else None
-            if recorded is not None and recorded.is_identity:
-                paused[i] = PausedTranspose(recorded)
-                results[i] = paused[i].wait_for(x)
-    for i, prog in enumerate(progs):
-        if prog is not None and i not in paused:
-            results[i] = prog(results[i])
+    results: list[Any] = list(locals_)
+    recordings, paused = dict[int, Recording](), dict[int, PausedTranspose]()
+    several, is_plain = len(progs) > progs.count(None) + 1, current_tracker_hook.call() is None
+    for i, (prog, x) in enumerate(zip(progs, locals_, strict=True)):
+        recorded = _recording_of(prog, x) if is_plain and prog is not None else None
+        if recorded is None:
+            continue
+        recordings[i] = recorded
+        if several and recorded.is_identity and x.requires_grad and torch.is_grad_enabled():
+            paused[i] = PausedTranspose(recorded)
+            results[i] = paused[i].wait_for(x)
+    for i, (prog, x) in enumerate(zip(progs, locals_, strict=True)):
+        if i in recordings and i not in paused:
+            results[i] = _replayed(recordings[i], x)
+        elif prog is not None and i not in paused:
+            results[i] = prog(x)
     for i, transpose in paused.items():
         results[i] = transpose.launch(results[i])
     return results
+
+
+def _replayed(recorded: Recording, x: torch.Tensor) -> torch.Tensor:
+    needs_grad = x.requires_grad and torch.is_grad_enabled()
+    return replay(recorded, x) if needs_grad else recorded.run(x)
 
 
 _RECORDINGS = Recordings()

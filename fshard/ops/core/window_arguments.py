@@ -224,6 +224,11 @@ def _channel_problems(values: Values, n: int, transposed: bool) -> list[Problem]
     return [Problem(given, rule, "bias=None")]
 
 
+def convolution_problems(values: Values, n: int, transposed: bool) -> list[Problem]:
+    """Return the problems of the arguments of a convolution, or of a transposed one."""
+    return (_transposed if transposed else _convolution)(values, n)
+
+
 def _convolution(values: Values, n: int) -> list[Problem]:
     stride, padding, dilation = (
         values.get(name, default)
@@ -243,6 +248,8 @@ def _convolution(values: Values, n: int) -> list[Problem]:
         return problems or _window_problems(
             values["input"], n, kernel, stride, 0, dilation, sized=False
         )
+    if set(_each(stride, n)) == {1}:
+        return []
     half = [d * (k - 1) // 2 for k, d in zip(kernel, _each(dilation, n), strict=True)]
     rule = "with padding='same' the stride must be 1"
     return [Problem(f"padding='same', stride={stride!r}", rule, f"padding={tuple(half)}")]

@@ -14,10 +14,10 @@ import torch
 from fshard._torch.operators import schema_of
 from fshard._util.errors import Problem, raise_if
 from fshard.ops.core.builders import linear_modes
-from fshard.ops.core.call import Meta, OpCall, argument
+from fshard.ops.core.call import Meta, OpCall, argument, schema_arguments
 from fshard.ops.core.registry import register_rule
 from fshard.ops.core.rule import Dims, Rule
-from fshard.ops.core.window_arguments import number_problems
+from fshard.ops.core.window_arguments import convolution_problems
 from fshard.ops.core.windows import Window
 from fshard.ops.rules.letters import bias_modes, letters
 from fshard.ops.rules.shard_call import (
@@ -255,27 +255,12 @@ class _LocalWindows(StaticRewrite):
 
 def _check(call: OpCall) -> None:
     """Raise for arguments that PyTorch refuses on devices alone, not in the shapes of results."""
-    x, weight, bias = call.operands[0], call.operands[1], call.operand_index("bias")
-    least = {"stride": 1, "padding": 0, "dilation": 1, "output_padding": 0}
-    values = {name: (call.get(name), k) for name, k in least.items() if call.has(name)}
-    numbers = {name: row for name, row in values.items() if not isinstance(row[0], str)}
-    problems = number_problems(weight.ndim - 2, numbers)
-    if call.has("output_padding") and not problems:
-        for dim in range(weight.ndim - 2):
-            words = ("output_padding", 0), ("stride", 1), ("dilation", 1)
-            pad, *steps = (spatial_value(call, name, dim, default) for name, default in words)
-            if pad and pad >= max(steps):
-                problems.append(Problem(f"output_padding={pad}, stride={steps[0]}",
-                                        "output_padding must be less than stride or dilation",
-                                        f"output_padding={max(steps) - 1}"))  # fmt: skip
+    x, weight = call.operands[0], call.operands[1]
+    values = {argument.name: call.get(argument.name) for argument in schema_arguments(call.op)}
+    problems = convolution_problems({**values, "input": x}, weight.ndim - 2, _transposed(call))
     if x.dtype != weight.dtype:
         problems.append(Problem(f"input of {x.dtype}, weight of {weight.dtype}",
                                 "both must have one dtype", f"weight.to({x.dtype})"))  # fmt: skip
-    channels = call.result.shape[x.ndim - weight.ndim + 1]
-    if bias is not None and call.operands[bias].shape != (channels,):
-        problems.append(Problem(f"bias of shape {tuple(call.operands[bias].shape)}",
-                                "bias must have one element for each channel of the result",
-                                f"a bias of shape ({channels},)"))  # fmt: skip
     raise_if(f"fs.propagate({call.op})", problems)
 
 
