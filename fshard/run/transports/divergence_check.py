@@ -248,7 +248,7 @@ class _CheckedTransport:
 
     def _is_decided(self, verdict: str, group: Group, moment: Moment) -> bool:
         """Return True if the verdict is that all go on; raise if it is an error at this moment."""
-        if not _is_at(verdict, moment):
+        if not _is_at(verdict, group, moment):
             return False
         _, text, others = json.loads(verdict)
         if text == GO:
@@ -277,7 +277,7 @@ class _CheckedTransport:
         for group, moment in collectives:
             self._create_keys(group)
             old, _ = self._read(group, ())
-            if not _is_at(old, moment):
+            if not _is_at(old, group, moment):
                 self._write_verdict(group, moment, old, text, collectives)
 
     def _find_cycle(self) -> None:
@@ -455,8 +455,12 @@ def _verdict_key(group: Group) -> str:
     return f"verdict {group}"
 
 
-def _is_at(verdict: str, moment: Moment) -> bool:
-    return verdict != EMPTY and tuple(json.loads(verdict)[0]) == moment
+def _is_at(verdict: str, group: Group, moment: Moment) -> bool:
+    """Return True if a verdict is on the collective, or also on it: ranks may wait in two."""
+    if verdict == EMPTY:
+        return False
+    last, _, others = json.loads(verdict)
+    return tuple(last) == moment or [[*group], [*moment]] in others
 
 
 _CHECKED: dict[Group, _CheckedTransport] = {}

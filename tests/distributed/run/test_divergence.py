@@ -131,6 +131,26 @@ def test_ranks_waiting_in_a_cycle() -> None:
         (0, 1, 2, 3))  # fmt: skip
 
 
+def gradient_alone() -> torch.Tensor:
+    fs.init(PAIR)
+    w = torch.ones(4, requires_grad=True)
+    total = fs.shard_map(lambda x: fs.psum((x * w).sum(), "x"), mesh=PAIR,
+                         in_specs=P("x"), out_specs=P(), check="collectives")  # fmt: skip
+    y = total(torch.ones(8))
+    if dist.get_rank() == 0:
+        y.backward()
+    return total(torch.ones(8))
+
+
+def test_a_gradient_alone_and_the_next_call_wait_for_each_other() -> None:
+    """The two wait in one group, which has one verdict for both."""
+    done = outcomes(2, gradient_alone)
+    for rank in (0, 1):
+        text = str(done[rank].error)
+        assert text.startswith("ranks wait for each other\n  rank 0 (x=0): waiting in backward of")
+        assert "  rank 1 (x=1): waiting in fs.psum over x: all_reduce" in text
+
+
 # -- who does not come -------------------------------------------------------------------------
 
 
