@@ -80,13 +80,14 @@ class _CheckedTransport:
     """This process's transport on one mesh, with the check before every collective."""
 
     def __init__(self, world: ProcessWorld, mesh: Mesh) -> None:
-        self.world, self.mesh = world, mesh
+        self.world, self.mesh, self.init_count = world, mesh, world.init_count
         self.rank, self.device = world.process_rank, world.device
         self.status = RankStatus()
         self.inside = False
         self.remark: Callable[[], str] = str
         store = world.listener.store
-        self.store: Any = PrefixStore(f"fshard {mesh.ranks} {world.start_count}", store)
+        prefix = f"fshard {mesh.ranks} {world.start_count}.{world.init_count}"
+        self.store: Any = PrefixStore(prefix, store)
         self.groups_with_keys: set[Group] = set()
         self.watched_groups: set[Group] = set()
         self.statuses: dict[int, RankStatus] = {}
@@ -456,11 +457,9 @@ def _verdict_key(group: Group) -> str:
 
 
 def _is_at(verdict: str, group: Group, moment: Moment) -> bool:
-    """Return True if a verdict is on the collective, or also on it: ranks may wait in two."""
-    if verdict == EMPTY:
-        return False
-    last, _, others = json.loads(verdict)
-    return tuple(last) == moment or [[*group], [*moment]] in others
+    """Return True if a verdict is on the collective, maybe beside others."""
+    last, _, others = (None, GO, ()) if verdict == EMPTY else json.loads(verdict)
+    return last == [*moment] or [[*group], [*moment]] in others
 
 
 _CHECKED: dict[Group, _CheckedTransport] = {}
@@ -489,10 +488,10 @@ def checked_collectives(mesh: Mesh) -> Iterator[None]:
         yield
         return
     ranks = tuple(mesh.ranks)
+    if any(other.world is not transport for other in _CHECKED.values()):
+        _CHECKED.clear()  # their process groups were replaced
     checked = _CHECKED.get(ranks)
-    if checked is None or checked.world is not transport:
-        if any(other.world is not transport for other in _CHECKED.values()):
-            _CHECKED.clear()  # their process groups were replaced
+    if checked is None or checked.init_count != transport.init_count:
         checked = _CHECKED[ranks] = _CheckedTransport(transport, mesh)
         atexit.unregister(_report_uncaught)
         atexit.register(_report_uncaught)  # runs before the end of these process groups

@@ -170,13 +170,13 @@ def raises(x: torch.Tensor) -> torch.Tensor:
 
 def is_late(x: torch.Tensor) -> torch.Tensor:
     x = fs.psum(x, "x")
+    fs.init(PAIR, timeout=0.5)
     store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 1:
         store.set("rank 1 is past the first", "")
         store.wait(["rank 0 has waited"])
         return fs.pmax(x, "x")
     store.wait(["rank 1 is past the first"])
-    fs.init(PAIR, timeout=0.5)
     try:
         return fs.pmax(x, "x")
     finally:
