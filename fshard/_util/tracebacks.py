@@ -11,11 +11,9 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Iterator
-from functools import lru_cache
 from types import CodeType, FrameType, TracebackType
 from typing import Any, TypeVar, cast
 
-from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import ShardingError
 from fshard._util.signatures import SignatureError, explain_binding
 
@@ -41,17 +39,12 @@ def runs_users_operation(fn: F) -> F:
 
 def is_users(frame: FrameType) -> bool:
     """Return True for a frame of a file that is in none of `PACKAGES`."""
-    return _is_users_file(_module(frame), frame.f_code.co_filename)
+    file = frame.f_code.co_filename
+    return _package(frame) not in PACKAGES and (not file.startswith("<") or file.startswith(TYPED))
 
 
-def _module(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", ""))
-
-
-@lru_cache(maxsize=CACHE_SIZE)
-def _is_users_file(module: str, file: str) -> bool:
-    package = module.partition(".")[0]
-    return package not in PACKAGES and (not file.startswith("<") or file.startswith(TYPED))
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def hide_frames(error: BaseException) -> None:
@@ -80,7 +73,7 @@ def hide_frames(error: BaseException) -> None:
 
 def _is_bug(frame: FrameType) -> bool:
     """Return True if an error that a frame raised, not a `ShardingError`, is the library's bug."""
-    return _module(frame).partition(".")[0] == LIBRARY and frame.f_code not in _FOR_USER
+    return _package(frame) == LIBRARY and frame.f_code not in _FOR_USER
 
 
 def _entries(traceback: TracebackType | None) -> Iterator[TracebackType]:
@@ -98,7 +91,7 @@ def _without_library(traceback: TracebackType | None, ours: bool) -> TracebackTy
     for entry in entries:
         if is_users(entry.tb_frame):
             below_library = False
-        elif _module(entry.tb_frame).partition(".")[0] == LIBRARY:
+        elif _package(entry.tb_frame) == LIBRARY:
             below_library = True
         if not below_library:
             kept.append(entry)

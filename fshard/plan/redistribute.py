@@ -10,7 +10,6 @@ from typing import Any, overload
 import torch
 
 from fshard._torch.dynamo import skip_frames_below
-from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import Problem, fail, raise_if
 from fshard.layout.spec import Spec
 from fshard.layout.tree import flatten
@@ -163,15 +162,9 @@ def _steps(src: Spec, dst: Spec, options: PlanOptions) -> tuple[Step, ...] | Non
     wire = options.forward_dtype
     if wire is not None:  # costs are those of the dtype that is sent
         src, dst = src._with(dtype=wire), dst._with(dtype=wire)
-    restrictions = options.max_memory, frozenset(options.exclude)
-    return _cached_steps(src, dst, options.cost_topology, *restrictions)
-
-
-@lru_cache(maxsize=CACHE_SIZE)
-def _cached_steps(
-    src: Spec, dst: Spec, topology: Topology | None, limit: int | None, exclude: frozenset[type]
-) -> tuple[Step, ...] | None:
-    steps = plan_between(src, dst, topology, limit, exclude)
+    steps = plan_between(
+        src, dst, options.cost_topology, options.max_memory, frozenset(options.exclude)
+    )
     return None if steps is None else tuple(steps)
 
 
