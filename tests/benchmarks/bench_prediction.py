@@ -99,14 +99,19 @@ def step(layout: str, width: int) -> tuple[fs.Partition, dict[str, fs.Sharded], 
     return part, params, fs.ones(Spec(LINE, batch, shape=(512, width)))
 
 
+def seconds(run: Callable[[], object], count: int) -> float:
+    """Return the mean seconds of `count` calls in sequence."""
+    start = time.perf_counter()
+    for _ in range(count):
+        run()
+    return (time.perf_counter() - start) / count
+
+
 def timed(runs: Sequence[Callable[[], object]]) -> list[list[float]]:
     """Return the seconds of one call of each function, for each round."""
     repeats = []
     for run in runs:
-        run()
-        start = time.perf_counter()
-        run()
-        spent = torch.tensor(time.perf_counter() - start)
+        spent = torch.tensor(min(seconds(run, 1) for _ in range(5)))
         dist.all_reduce(spent, dist.ReduceOp.MAX)
         repeats.append(max(1, min(64, int(SECONDS / float(spent)))))
     rounds: list[list[float]] = []
@@ -116,12 +121,9 @@ def timed(runs: Sequence[Callable[[], object]]) -> list[list[float]]:
         # In one order, the calls after a large one would be slower in every round.
         shuffled.shuffle(order)
         for i in order:
-            runs[i]()
             dist.barrier()
-            start = time.perf_counter()
-            for _ in range(repeats[i]):
-                runs[i]()
-            row[i] = (time.perf_counter() - start) / repeats[i]
+            runs[i]()  # after it, ranks are as far apart as between calls
+            row[i] = seconds(runs[i], repeats[i])
         rounds.append(row)
     return rounds
 
