@@ -368,3 +368,16 @@ def test_backwards_that_close_over_tensors_of_transforms(is_argument: bool) -> N
     else:
         with pytest.raises(fs.ShardingError, match=r"F.apply\(x, w\)"):
             part(x, w)
+
+
+def test_forward_mode_that_cannot_be_traced_in_a_vmap_has_a_fix() -> None:
+    def curvatures(hessian: Any) -> Any:
+        loss = lambda row: (row.sin() ** 2).sum()  # noqa: E731
+        return torch.func.vmap(lambda row: hessian(loss)(row) @ row)
+
+    x = torch.linspace(0, 1, 8, dtype=torch.float64).view(4, 2)
+    with pytest.raises(fs.ShardingError, match=r"jacrev\(jacfwd\(f\)\) in the place of hessian"):
+        fs.partition(curvatures(torch.func.hessian), mesh=MESH)(x)
+    fixed = curvatures(lambda f: torch.func.jacrev(torch.func.jacfwd(f)))
+    want = curvatures(torch.func.hessian)(x)
+    torch.testing.assert_close(fs.partition(fixed, mesh=MESH, in_specs=(P("dp"),))(x), want)

@@ -9,6 +9,7 @@
 - `checkpoints`: calls of `torch.utils.checkpoint` as marks around their operations.
 - `draw_layouts`: random draws take the layout of a tensor they are combined with.
 - `merged_rows`: leading dims stay apart that are merged for operations on rows alone.
+- `refused_functions`: errors of functions that cannot be traced.
 - `constants`: values that depend on no argument, which a function may read.
 - `unread_values`: `torch.cov`, `torch.corrcoef` and distributions without reads of values.
 - `source_places`: the user's source line of every operation.

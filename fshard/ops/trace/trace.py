@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import fx
@@ -22,8 +22,6 @@ from fshard._torch.autograd_state import is_any_autocast_enabled
 from fshard._torch.checkpointing import checkpoint_form
 from fshard._torch.dynamo import compiled_functions_inlined
 from fshard._torch.fake_tensors import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
     unpatched_modules,
@@ -37,18 +35,14 @@ from fshard._torch.operators import torch_decomposition
 from fshard._torch.symbolic_numbers import Accepts, SymbolicNumbers
 from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import Problem, ShardingError, fail, raise_if
-from fshard._util.other_names import COLLECTIVES, NO_PROCESS_GROUP
-from fshard._util.text import one_line
 from fshard.layout.mesh import Axes, as_axes
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec, is_placements
 from fshard.ops.core.cache_keys import freeze, unfreeze_call
 from fshard.ops.core.call import (
     Meta,
-    ValueDependentShapeError,
     fill_call,
     instances_in,
-    sized_call,
 )
 from fshard.ops.trace.checkpoints import (
     name_checkpoints,
@@ -77,12 +71,11 @@ from fshard.ops.trace.inner_gradients import (
 )
 from fshard.ops.trace.mapped_regions import name_regions, recorded_regions
 from fshard.ops.trace.merged_rows import separate_rows
+from fshard.ops.trace.refused_functions import refuse_function
 from fshard.ops.trace.source_places import recorded_places
 from fshard.run.transports.base import TRACE_DEPTH
-from fshard.run.transports.divergence_report import raise_line, user_line
+from fshard.run.transports.divergence_report import user_line
 
-FOREIGN_RESULT = "argument of type: "
-"""Beginning of the error of `torch.fx` for a result that a graph cannot have."""
 _TRACE_LOCK = threading.RLock()
 """Tracing patches PyTorch for all threads; a function that is traced may trace others."""
 
@@ -263,46 +256,10 @@ def _trace(
         except ShardingError:
             raise
         except Exception as error:  # noqa: BLE001 - it is the user's function that ran
-            _refuse(where, error)
+            refuse_function(where, error)
     return TracedFunction(graph, written, tuple(lost), tracked if above else frozenset(),
                           symbolic.condition() if symbolic else None,
                           tuple(mode.closures))  # fmt: skip
-
-
-def _refuse(where: str, error: Exception) -> NoReturn:
-    """Raise `ShardingError` for a function that cannot be traced, with the user's line in it."""
-    place, cause = f"{where}{raise_line(error.__traceback__)}", one_line(error)
-    if isinstance(error, DataDependentOutputException):
-        cause = f"{error.func} reads a tensor's values"
-    elif isinstance(error, DynamicOutputShapeException):
-        fail(place, f"{error.func} returns a shape that depends on a tensor's values",
-             "the function is traced once on tensors without values, of the global shapes",
-             f"{sized_call(error.func)}; or fs.shard_map within the function, whose body runs on "
-             "locals; fs.apply(op, pair, mode=\"auto\") runs one on unsharded values",
-             ValueDependentShapeError)  # fmt: skip
-    elif isinstance(error, NotImplementedError) and str(error).startswith(FOREIGN_RESULT):
-        fail(place, f"a result of {str(error).removeprefix(FOREIGN_RESULT)}",
-             "results must be tensors, numbers and strings, in containers that are pytrees",
-             "dict(module.named_parameters()) of a module; torch.export.register_dataclass(cls) of "
-             "a class")  # fmt: skip
-    elif "level <= current_level" in cause:  # an assertion of functorch
-        fail(place, "a tensor of a transform of torch.func, which an autograd.Function closes over "
-             "and uses after the transform has ended",
-             "tensors that a backward or jvp uses must be arguments of apply",
-             "F.apply(x, w), and ctx.save_for_backward(x, w) in setup_context")  # fmt: skip
-    elif "at least two devices" in cause:
-        fail(place, cause, "all tensors must be on one device; arguments on meta are traced on CPU",
-             "buffers as arguments: dict([*m.named_parameters(), *m.named_buffers()])")  # fmt: skip
-    else:
-        is_collective = NO_PROCESS_GROUP in cause
-        fail(place, cause, "the function is traced once on tensors of the global shapes",
-             COLLECTIVES if is_collective else "check that it runs on global tensors, and calls no "
-             "numpy() on them")  # fmt: skip
-    fail(place, cause,
-         "the function is traced once on tensors without values, of the global shapes",
-         "torch.where instead of masks and branches on values, no .item(), "
-         "counts by one_hot; buffers and constants that it reads closed over, not as arguments; "
-         "validate_args=False of a distribution with a covariance")  # fmt: skip
 
 
 def _check_shapes(fakes: Sequence[torch.Tensor], metas: Sequence[Meta], where: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import functional as autograd_functional
 from torch.func import (
     debug_unwrap,
     functional_call,
@@ -251,13 +252,47 @@ def complex_values(f: Fn) -> Any:
     return grad(rotated, (0, 1))(X, W)
 
 
+def used_twice(f: Fn) -> Any:
+    y, pull = vjp(f, X, W)
+    with torch.no_grad():
+        without = pull(y)
+    return without, pull(y.cos()), vmap(pull)(torch.stack([y, y.sin()]))
+
+
+def in_inference_mode(f: Fn) -> Any:
+    with torch.inference_mode():
+        return grad(lambda x: total(f)(x, W))(X), jvp(lambda x: f(x, W), (X,), (T,))
+
+
+def of_autograd_functional(f: Fn) -> Any:
+    loss = lambda w: total(f)(X, w)  # noqa: E731
+    products = autograd_functional.hvp(loss, W, W), autograd_functional.vhp(loss, W, W)
+    return products, autograd_functional.jacobian(lambda x: f(x, W), X, vectorize=True)
+
+
+def batched_cotangents(f: Fn) -> Any:
+    x = X.clone().requires_grad_()
+    y = f(x, W)
+    return torch.autograd.grad(y, x, torch.stack([T, y.detach()]), is_grads_batched=True)
+
+
+def gradients_within(f: Fn) -> Any:
+    def penalty(x: Tensor) -> Tensor:
+        z = x * 1
+        (gradient,) = torch.autograd.grad(total(f)(z, W), z, create_graph=True)
+        return gradient.square().sum()
+
+    return grad(penalty)(X)
+
+
 IDIOMS: dict[str, Callable[[Fn], Any]] = {
     fn.__name__: fn
     for fn in (
         trees, results_as_trees, auxiliary, argument_numbers, unrelated, grad_modes, detached,
         written, batch_dims, chunks, levels, random_draws, functional_modules,
         ensembles, meta_learning, products_with_hessians, third_derivatives, linearizations,
-        unwrapped, complex_values,
+        unwrapped, complex_values, used_twice, in_inference_mode, of_autograd_functional,
+        batched_cotangents, gradients_within,
     )
 }  # fmt: skip
 

@@ -1,0 +1,63 @@
+"""Errors of functions that cannot be traced, with the user's line in them."""
+
+from __future__ import annotations
+
+import traceback
+from typing import NoReturn
+
+from fshard._torch.fake_tensors import DataDependentOutputException, DynamicOutputShapeException
+from fshard._util.errors import fail
+from fshard._util.other_names import COLLECTIVES, NO_PROCESS_GROUP
+from fshard._util.text import one_line
+from fshard.ops.core.call import ValueDependentShapeError, sized_call
+from fshard.run.transports.divergence_report import raise_line
+
+FOREIGN_RESULT = "argument of type: "
+"""Beginning of the error of `torch.fx` for a result that a graph cannot have."""
+
+
+def refuse_function(where: str, error: Exception) -> NoReturn:
+    """Raise `ShardingError` for a function that cannot be traced, with the user's line in it."""
+    place, cause = f"{where}{raise_line(error.__traceback__)}", one_line(error)
+    if isinstance(error, DataDependentOutputException):
+        cause = f"{error.func} reads a tensor's values"
+    elif isinstance(error, DynamicOutputShapeException):
+        fail(place, f"{error.func} returns a shape that depends on a tensor's values",
+             "the function is traced once on tensors without values, of the global shapes",
+             f"{sized_call(error.func)}; or fs.shard_map within the function, whose body runs on "
+             "locals; fs.apply(op, pair, mode=\"auto\") runs one on unsharded values",
+             ValueDependentShapeError)  # fmt: skip
+    elif isinstance(error, NotImplementedError) and str(error).startswith(FOREIGN_RESULT):
+        fail(place, f"a result of {str(error).removeprefix(FOREIGN_RESULT)}",
+             "results must be tensors, numbers and strings, in containers that are pytrees",
+             "dict(module.named_parameters()) of a module; torch.export.register_dataclass(cls) of "
+             "a class")  # fmt: skip
+    elif "level <= current_level" in cause:  # an assertion of functorch
+        fail(place, "a tensor of a transform of torch.func, which an autograd.Function closes over "
+             "and uses after the transform has ended",
+             "tensors that a backward or jvp uses must be arguments of apply",
+             "F.apply(x, w), and ctx.save_for_backward(x, w) in setup_context")  # fmt: skip
+    elif _fails_in_forward_mode(error):
+        fail(place, f"forward mode, as of hessian or jacfwd, within a vmap: {cause}",
+             "nested transforms must be among those that PyTorch can trace",
+             "jacrev(jacfwd(f)) in the place of hessian(f)")  # fmt: skip
+    elif "at least two devices" in cause:
+        fail(place, cause, "all tensors must be on one device; arguments on meta are traced on CPU",
+             "buffers as arguments: dict([*m.named_parameters(), *m.named_buffers()])")  # fmt: skip
+    else:
+        is_collective = NO_PROCESS_GROUP in cause
+        fail(place, cause, "the function is traced once on tensors of the global shapes",
+             COLLECTIVES if is_collective else "check that it runs on global tensors, and calls no "
+             "numpy() on them")  # fmt: skip
+    fail(place, cause,
+         "the function is traced once on tensors without values, of the global shapes",
+         "torch.where instead of masks and branches on values, no .item(), "
+         "counts by one_hot; buffers and constants that it reads closed over, not as arguments; "
+         "validate_args=False of a distribution with a covariance")  # fmt: skip
+
+
+def _fails_in_forward_mode(error: Exception) -> bool:
+    """Return True for an error that PyTorch's fake tensors raise below `torch.func.jvp`."""
+    frames = traceback.extract_tb(error.__traceback__)
+    below_jvp = any(frame.name == "_jvp_with_argnums" for frame in frames)
+    return below_jvp and "_subclasses" in frames[-1].filename
