@@ -196,10 +196,10 @@ def window_plan(
              f"sizes_out must be {plural(len(shards), 'size')} of at least 0 that add up to "
              f"{length}, the size of the result", "leave it out")  # fmt: skip
     window = Window("o", "i", length, size, stride, -pads[0], extent - pads[0])
-    made, ranks = out or window.sizes(shards), []
+    out_sizes, ranks = out or window.sizes(shards), []
     ends = list(itertools.accumulate(shards, initial=0))
     for own, (start, stop) in zip(
-        itertools.pairwise(ends), itertools.pairwise(itertools.accumulate(made, initial=0)),
+        itertools.pairwise(ends), itertools.pairwise(itertools.accumulate(out_sizes, initial=0)),
         strict=True,
     ):  # fmt: skip
         reach = window.reach(start, stop)

@@ -208,11 +208,11 @@ def _partition_from_jax(where: str, partition: Any) -> PartitionSpec:
 
 def _dtype(where: str, dtype: Any) -> torch.dtype:
     """Return the dtype of the same name in PyTorch."""
-    found = getattr(torch, str(dtype), None)
-    if not isinstance(found, torch.dtype):
+    torch_dtype = getattr(torch, str(dtype), None)
+    if not isinstance(torch_dtype, torch.dtype):
         fail(where, f"the dtype {dtype}", "a dtype must have a name that PyTorch knows",
              "dtype=torch.float32, say")  # fmt: skip
-    return found
+    return torch_dtype
 
 
 def _device_memories(sharding: Any, mesh: Any) -> set[str | None]:

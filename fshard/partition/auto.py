@@ -270,7 +270,7 @@ def _result(search: ChoiceSearch, best: Choice, start: float, deadline: float) -
     if search.memory is not None:
         best, planned = search.fitted(best, deadline)
     step, _, part, call = planned
-    held, seconds = peak_of(call), time.monotonic() - start
+    memory, seconds = peak_of(call), time.monotonic() - start
     alternatives = []
     for choice, planned in search.costs.items():
         changed = [i for i, (a, b) in enumerate(zip(choice, best, strict=True)) if a != b]
@@ -284,6 +284,6 @@ def _result(search: ChoiceSearch, best: Choice, start: float, deadline: float) -
     count = len(search.costs)
     spent = f"{seconds:.0f} s" if seconds >= 10 else "under 10 s"
     share = f"all {count:,}" if search.all_planned else _count_text(count, search.choices)
-    return Auto(unflatten(search.tree, list(best)), part, call, step, held, nearest,
+    return Auto(unflatten(search.tree, list(best)), part, call, step, memory, nearest,
                 min(search.bound, step), f"{share} choices of layouts planned in {spent}",
                 unflatten(search.tree, args))  # fmt: skip

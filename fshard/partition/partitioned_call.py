@@ -240,8 +240,8 @@ class PartitionedCall:
         """
         record = self.step_record(rank)
         params = [s for s, grad in zip(self.in_specs, self.requires_grad, strict=True) if grad]
-        held = optimizer_bytes(optimizer, params, record.rank)
-        return memory_of(record, self.roofline(topology, rank=rank), held)
+        state_bytes = optimizer_bytes(optimizer, params, record.rank)
+        return memory_of(record, self.roofline(topology, rank=rank), state_bytes)
 
     def graph(self, rank: int = 0) -> fx.GraphModule:
         """Return the FX graph of local operations and programs that a rank runs."""

@@ -116,8 +116,8 @@ class RepeatedPlan(NamedTuple):
         rank = rank_on_mesh(strategy.sources[0].mesh, "fs.apply")
         if rank not in self.static:
             self.static[rank] = static_call(strategy, rank, self.args, self.kwargs)
-        found = self.static[rank]
-        op, placed, named = found or (None, self.args, self.kwargs)
+        static = self.static[rank]
+        op, placed, named = static or (None, self.args, self.kwargs)
         locals_ = run_programs(self.programs, call.tensors)
         args = [locals_[arg.number] if type(arg) is TensorPlace else arg for arg in placed]
         kwargs = {

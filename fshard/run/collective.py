@@ -301,12 +301,12 @@ def _all_to_all(
 
     With `unreduced` every rank sends its own term of the reduction.
     """
-    held, needed, group = local_box(src, member.rank), local_box(dst, member.rank), member.group
-    sends_ = [(i, intersect(held, local_box(dst, rank))) for i, rank in enumerate(group)]
+    held_box, needed, group = local_box(src, member.rank), local_box(dst, member.rank), member.group
+    sends_ = [(i, intersect(held_box, local_box(dst, rank))) for i, rank in enumerate(group)]
     receives_ = [(i, intersect(local_box(src, rank), needed)) for i, rank in enumerate(group)]
     return _box_exchange(
         member,
-        held,
+        held_box,
         needed,
         [(i, box) for i, box in sends_ if box is not None],
         [Source(i, box, i if unreduced else 0) for i, box in receives_ if box is not None],
@@ -319,7 +319,7 @@ def exchange(step: Exchange, src: Spec, dst: Spec, rank: int) -> Wire | TensorFu
 
     A local function if no rank of its group receives anything.
     """
-    held = local_box(src, rank) if rank in src.mesh else ((0, 0),)
+    held_box = local_box(src, rank) if rank in src.mesh else ((0, 0),)
     needed = local_box(dst, rank) if rank in dst.mesh else ((0, 0),)
     axes_reduced, kept = reduction_axes(src, dst), kept_box(src, dst, rank)
     combine = _combine(src, dst, axes_reduced)
@@ -327,7 +327,7 @@ def exchange(step: Exchange, src: Spec, dst: Spec, rank: int) -> Wire | TensorFu
     if not any(receives(src, dst, member) for member in group):
         own = []
         if kept is not None:
-            own = [Source(0, relative(kept, needed), 0, relative(kept, held))]
+            own = [Source(0, relative(kept, needed), 0, relative(kept, held_box))]
         unpack = unpacker(box_shape(needed), own, combine)
         return lambda x: unpack(x.new_empty(0), x)
     axes = exchange_axes(src, dst) if src.mesh == dst.mesh else ()
@@ -339,7 +339,7 @@ def exchange(step: Exchange, src: Spec, dst: Spec, rank: int) -> Wire | TensorFu
     ]
     out = sorted((index[peer], box) for peer, box in (*sends(src, dst, rank), *own_boxes))
     return _box_exchange(
-        _Member(step.name, axes, group, rank), held, needed, out, sorted(sources), combine
+        _Member(step.name, axes, group, rank), held_box, needed, out, sorted(sources), combine
     )
 
 
@@ -414,10 +414,10 @@ def permutation(
     A rank that already holds the shard it needs keeps it; the other holders and receivers of one
     shard are paired in order, so that the inverse step has the inverse permutation.
     """
-    held, needed = (_shards_of(mesh, p, axes, group) for p in (before, after))
+    owned, needed = (_shards_of(mesh, p, axes, group) for p in (before, after))
     to = [*range(len(group))]
-    moved = [i for i, (has, needs) in enumerate(zip(held, needed, strict=True)) if has != needs]
-    sources, targets = (sorted(moved, key=shards.__getitem__) for shards in (held, needed))
+    moved = [i for i, (has, needs) in enumerate(zip(owned, needed, strict=True)) if has != needs]
+    sources, targets = (sorted(moved, key=shards.__getitem__) for shards in (owned, needed))
     for index, target in zip(sources, targets, strict=True):
         to[index] = target
     return tuple(to)

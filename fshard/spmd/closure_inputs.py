@@ -64,9 +64,9 @@ def find_closure_inputs(
     reachable = {edge_of(x): x for x in _reachable_tensors(fn) if x.grad_fn is not None}
     while True:
         inputs = [edge for edge in _find_ends(roots, {*args, *reachable}) if edge not in args]
-        found = set(inputs)
-        behind = {e: _find_ends(next_edges(e), found) for e in inputs if e in reachable}
-        dependent = [edge for edge, reached in behind.items() if not found.isdisjoint(reached)]
+        leaves = set(inputs)
+        behind = {e: _find_ends(next_edges(e), leaves) for e in inputs if e in reachable}
+        dependent = [edge for edge, reached in behind.items() if not leaves.isdisjoint(reached)]
         if not dependent:
             return tuple(reachable[e] if e in reachable else e[0].variable for e in inputs)
         for edge in dependent:

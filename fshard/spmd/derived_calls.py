@@ -458,9 +458,9 @@ def _gradients(
     """Return the gradients of `ys` for all `xs`, zeros for those without one."""
     outs = [(y, ct) for y, ct in zip(ys, cts, strict=True) if y.requires_grad]
     inputs = [x for x in xs if x.requires_grad]
-    found: Sequence[torch.Tensor | None] = ()
+    gradients: Sequence[torch.Tensor | None] = ()
     if outs and inputs:
-        found = torch.autograd.grad(
+        gradients = torch.autograd.grad(
             [y for y, _ in outs],
             inputs,
             [ct for _, ct in outs],
@@ -468,6 +468,6 @@ def _gradients(
             create_graph=create_graph,
             allow_unused=True,
         )
-    by_input = iter(found or [None] * len(inputs))
+    by_input = iter(gradients or [None] * len(inputs))
     grads = [next(by_input) if x.requires_grad else None for x in xs]
     return tuple([torch.zeros_like(x) if g is None else g for g, x in zip(grads, xs, strict=True)])

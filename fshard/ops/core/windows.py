@@ -93,12 +93,12 @@ class Window:
 
     def sizes(self, shard_sizes: Sequence[int]) -> tuple[int, ...]:
         """Return the number of elements in each shard of `of`, given the shards' sizes."""
-        held = [index for index, size in enumerate(shard_sizes) if size]
-        if not held:  # all elements read padding
+        nonempty = [index for index, size in enumerate(shard_sizes) if size]
+        if not nonempty:  # all elements read padding
             return (self.length, *(0,) * (len(shard_sizes) - 1))
         ends = list(itertools.accumulate(shard_sizes))
-        counts = [self._count_before(end) if i >= held[0] else 0 for i, end in enumerate(ends)]
-        counts[held[-1] :] = [self.length] * (len(ends) - held[-1])
+        counts = [self._count_before(end) if i >= nonempty[0] else 0 for i, end in enumerate(ends)]
+        counts[nonempty[-1] :] = [self.length] * (len(ends) - nonempty[-1])
         return tuple(b - a for a, b in itertools.pairwise((0, *counts)))
 
     def read_sizes(self, sizes: Sequence[int]) -> tuple[int, ...]:

@@ -390,8 +390,8 @@ def _generated(row: Row, call: OpCall) -> Rule | None:
     """Return the rule that a row's generator makes for a call, None if it has none for it."""
     where = f"fs.register_rule({name_of(row.op)}): its generator"
     try:
-        made = row.generator(call)
-        made = parse_rule(made) if isinstance(made, str) else made
+        rule = row.generator(call)
+        rule = parse_rule(rule) if isinstance(rule, str) else rule
     except ShardingError as error:
         if not row.is_builtin:
             raise_if(where, error.problems)
@@ -401,11 +401,11 @@ def _generated(row: Row, call: OpCall) -> Rule | None:
              "a generator must take one argument, an OpCall, and return a rule for it",
              "call.args are the operation's arguments, x.shape and x.dtype those of a tensor x; "
              "return None for a call without a rule")  # fmt: skip
-    match made:
+    match rule:
         case Rule() | None:
-            return made
+            return rule
         case list():
-            return rule_from_shardings(call, made)
-    fail(where, f"{type(made).__name__} {made!r}",
+            return rule_from_shardings(call, rule)
+    fail(where, f"{type(rule).__name__} {rule!r}",
          "the result must be a rule's text, an fs.Rule, a list of shardings, or None",
          'return "bd,d->bd", say')  # fmt: skip

@@ -152,12 +152,12 @@ def static_call(
     if local is None:
         return builtin_of(call.op), tuple(args), dict(kwargs)
     context, has_empty = _context_of(strategy, rank)
-    found = None
+    rewritten = None
     if isinstance(local, LocalRewrite) and not has_empty:
-        found = local.call(call.op, args, kwargs, context)
-    if found is None or not isinstance(found[0], OpOverload):
-        return found
-    return builtin_of(found[0]), *found[1:]
+        rewritten = local.call(call.op, args, kwargs, context)
+    if rewritten is None or not isinstance(rewritten[0], OpOverload):
+        return rewritten
+    return builtin_of(rewritten[0]), *rewritten[1:]
 
 
 @lru_cache(maxsize=CACHE_SIZE)

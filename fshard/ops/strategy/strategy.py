@@ -337,7 +337,7 @@ class Layouts:
         product, the factors before it must be sharded into parts of size 1, and the sizes are those
         whose ends are nearest to the dim's.
         """
-        found, shape = list[tuple[int, int, tuple[int, ...]]](), self._mesh.shape
+        rows, shape = list[tuple[int, int, tuple[int, ...]]](), self._mesh.shape
         for index, dim in self._places.get(factor, []):
             factors, spec = self._rule.operands[index][dim], self._sources[index]
             entry, position = spec.partition.dims[dim], factors.index(factor)
@@ -355,8 +355,8 @@ class Layouts:
                 parts = [shape[axis] for axis in axes[len(own) :]]
                 sizes = tuple(part for size in sizes for part in chunk_sizes(size, parts))
             if minor and sum(sizes) == self._lengths[factor] * minor:
-                found.append((-spec.nbytes, max(sizes), _nearest_sizes(sizes, minor)))
-        return [sizes for *_, sizes in sorted(found, key=itemgetter(0, 1))]
+                rows.append((-spec.nbytes, max(sizes), _nearest_sizes(sizes, minor)))
+        return [sizes for *_, sizes in sorted(rows, key=itemgetter(0, 1))]
 
     def _dim_sharding(
         self, factors: tuple[str, ...], shardings: Mapping[str, DimSharding]

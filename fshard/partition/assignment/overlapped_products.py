@@ -291,8 +291,8 @@ def _hoisted(
     lines: Sequence[Line], values: Iterable[int], inputs: Collection[int]
 ) -> tuple[Redistribution, ...] | None:
     """Return the lines among `lines` that define values, if they redistribute arguments."""
-    made = {getattr(line, "out", -1): line for line in lines}
-    needed = [made[value] for value in dict.fromkeys(values) if value in made]
+    producers = {getattr(line, "out", -1): line for line in lines}
+    needed = [producers[value] for value in dict.fromkeys(values) if value in producers]
     moves = [x for x in needed if isinstance(x, Redistribution) and x.source.value in inputs]
     return tuple(moves) if len(moves) == len(needed) else None
 

@@ -161,7 +161,7 @@ def _hoisted(
     """
     if any(isinstance(line, GradMode) for line in lines):
         return (), lines
-    made = {line.out: line for line in lines if isinstance(line, Operation | Pick)}
+    producers = {line.out: line for line in lines if isinstance(line, Operation | Pick)}
     first: dict[int, Line] = {}
     for line in lines:
         if not isinstance(line, Redistribution) or line.grad or not _keys(line.program):
@@ -170,10 +170,10 @@ def _hoisted(
         pending = [line.source.value]
         while pending and len(chain) <= MAX_HOISTED:
             value = pending.pop()
-            if value in made and value not in chain:
-                chain[value] = made[value]
-                pending += operands_of(made[value])
-            elif value not in inputs and value not in made:
+            if value in producers and value not in chain:
+                chain[value] = producers[value]
+                pending += operands_of(producers[value])
+            elif value not in inputs and value not in producers:
                 chain.clear()
                 break
         if len(chain) <= MAX_HOISTED:

@@ -361,8 +361,8 @@ class ChoiceSearch:
             self.planned.add(key)
             times = call_times(call, self.topology)
             seconds = times.overlapped(self.topology.overlap) if self.overlap else times.in_turn
-            held = step_memory(call) if self.memory is None else peak_of(call)
-            planned = Planned(seconds, held, part, call)
+            memory = step_memory(call) if self.memory is None else peak_of(call)
+            planned = Planned(seconds, memory, part, call)
             if choice not in self.fastest or seconds < self.fastest[choice].time:
                 self.fastest[choice] = planned
             if choice not in self.costs or self._key(planned) < self._key(self.costs[choice]):
@@ -430,20 +430,20 @@ class ChoiceSearch:
         over = [item for item in plans if item[1].memory > limit]
         by_time = sorted(over, key=lambda item: item[1].time)[:MAX_FITTED]
         by_memory = sorted(over, key=lambda item: item[1].memory)[:MAX_FITTED]
-        found = (best, self.costs[best]) if self.costs[best].memory <= limit else None
+        fitting = (best, self.costs[best]) if self.costs[best].memory <= limit else None
         for choice, planned in {id(item[1]): item for item in (*by_time, *by_memory)}.values():
-            late = found is not None and time.monotonic() > deadline
-            if late or (found is not None and planned.time >= found[1].time):
+            late = fitting is not None and time.monotonic() > deadline
+            if late or (fitting is not None and planned.time >= fitting[1].time):
                 continue
             call, choices = fitting_call(lambda _, call=planned.call: call, [()], limit)  # type: ignore[misc]
             tried += choices
             if call is not None:
                 seconds = planned.time + choices[0].time - choices[1].time
-                if found is None or seconds < found[1].time:
-                    found = choice, Planned(seconds, choices[0].peak, planned.partition, call)
-        if found is None:
+                if fitting is None or seconds < fitting[1].time:
+                    fitting = choice, Planned(seconds, choices[0].peak, planned.partition, call)
+        if fitting is None:
             refuse_memory(limit, tried, "fs.auto")
-        choice, planned = found
+        choice, planned = fitting
         part = self.partitioned(choice, planned.partition._roles, limit)
         return choice, planned._replace(partition=part)
 

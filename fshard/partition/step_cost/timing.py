@@ -106,8 +106,8 @@ def memory_of(record: StepRecord, roofline: Roofline, optimizer: int = 0) -> Ste
         roofline: its times.
         optimizer: bytes of the optimizer's state, which are held all the time.
     """
-    held = dict.fromkeys(CATEGORIES, 0)
-    held["optimizer"] = optimizer
+    category_bytes = dict.fromkeys(CATEGORIES, 0)
+    category_bytes["optimizer"] = optimizer
     points: list[MemoryPoint] = []
     launched: dict[int, int] = {}
     index, now, peak, total, end = 0, 0.0, -1, optimizer, 0
@@ -121,10 +121,10 @@ def memory_of(record: StepRecord, roofline: Roofline, optimizer: int = 0) -> Ste
                 now = max(now, roofline.events[launched[entry.index]].end)
             case AllocatedBlock(block, frees, phase):
                 change = -block.nbytes if frees else block.nbytes
-                held[block.category] += change
+                category_bytes[block.category] += change
                 total += change
                 if number >= record.arguments - 1:
-                    points.append(MemoryPoint(now, index, phase, tuple(held.values())))
+                    points.append(MemoryPoint(now, index, phase, tuple(category_bytes.values())))
                 if total > peak:
                     peak, end = total, number + 1
     blocks = _held_blocks(record.entries[:end])

@@ -106,12 +106,12 @@ def _grids(spec: Spec, width: int, text: CellText | None) -> list[Line]:
     """Return the grids of all slabs, as many in a row as fit."""
     points = slabs(spec)
     for count in range(len(points), 0, -1):
-        each = (width - GAP * (count - 1)) // count
-        grids = [None if slab is None else fit(spec, each, slab, text) for slab in points]
-        if count == 1 or all(least_width(grid) <= each for grid in grids if grid is not None):
+        grid_width = (width - GAP * (count - 1)) // count
+        grids = [None if slab is None else fit(spec, grid_width, slab, text) for slab in points]
+        if count == 1 or all(least_width(grid) <= grid_width for grid in grids if grid is not None):
             blocks = [
                 [[TextSpan("…")]] if slab is None or grid is None
-                else [*_slab_heading(spec, slab, each), *draw(grid, each)]
+                else [*_slab_heading(spec, slab, grid_width), *draw(grid, grid_width)]
                 for slab, grid in zip(points, grids, strict=True)
             ]  # fmt: skip
             rows = (blocks[i : i + count] for i in range(0, len(blocks), count))

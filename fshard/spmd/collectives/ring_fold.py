@@ -108,8 +108,8 @@ def ring_fold(
                  "close over other values: lambda block, index: ...")  # fmt: skip
     block = flatten(blocks)[0]
     if sizes is None and block and -block[0].dim() <= dim < block[0].dim():
-        found = sizes_along(NAME, "sizes", None, owner, axes, block[0], block[0].shape[dim])
-        sizes = found if len({*found}) > 1 else None
+        lengths = sizes_along(NAME, "sizes", None, owner, axes, block[0], block[0].shape[dim])
+        sizes = lengths if len({*lengths}) > 1 else None
     ring = ring_of(NAME, owner, axes, block, dim, sizes)
     fold, xs = _fold_of(ring, init, step, merge, blocks, operands, pull, True, True)
     results = run_typed(NAME, axes, fold.run, xs)

@@ -183,8 +183,8 @@ def _replication_fix(tracker: Tracker, axes: Sequence[str], want: str) -> str:
         "in place of fs.pbroadcast",
         "a draw": "with fs.random.keyed(key) around what draws, dropout say",
     }
-    found = [fix for name, fix in fixes.items() if names == {name}]
-    return f"{found[0]}, if nothing else in it varies" if found else ""
+    matching = [fix for name, fix in fixes.items() if names == {name}]
+    return f"{matching[0]}, if nothing else in it varies" if matching else ""
 
 
 # -- values ------------------------------------------------------------------------------

@@ -105,10 +105,10 @@ def cat(call: OpCall) -> Rule:
         (*x[:dim], (piece.of,), *x[dim + 1 :]) if i == long else x
         for i, x in enumerate(rule.operands)
     )
-    made = letter_dims(result.ndim)
-    made = (*made[:dim], (piece.name,), *made[dim + 1 :])
+    result_dims = letter_dims(result.ndim)
+    result_dims = (*result_dims[:dim], (piece.name,), *result_dims[dim + 1 :])
     local = _LocalExtension(dim, long)
-    return replace(rule, operands=operands, results=(made,), local=local, slices=(piece,))
+    return replace(rule, operands=operands, results=(result_dims,), local=local, slices=(piece,))
 
 
 @register_rule("stack", "_stack")

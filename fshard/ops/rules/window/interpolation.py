@@ -223,8 +223,8 @@ def nearest_elements(
     scales = [scale if i == dim else None for i in range(count)]
     with without_dispatch_modes(), DisableTorchFunction(), torch.no_grad():
         indices = torch.arange(size, dtype=torch.float64 if wide else torch.float32)
-        found = op(indices.view(1, 1, *shape), sizes, *scales)
-    return tuple(map(int, found.flatten().tolist()))
+        elements = op(indices.view(1, 1, *shape), sizes, *scales)
+    return tuple(map(int, elements.flatten().tolist()))
 
 
 def _resamplings(call: OpCall, read: Meta, output: Meta) -> tuple[_Resampling, ...]:
@@ -253,15 +253,15 @@ class _LocalInterpolation:
 
     def parts(self, ctx: RankContext, output: Any) -> tuple[Span | None, ...]:
         """Return the spans of the dims that are not interpolated by the operation itself."""
-        found = spans(self.windows, output, ctx.rank)
-        if self.dims[0].is_filtered and any(found):
+        parts = spans(self.windows, output, ctx.rank)
+        if self.dims[0].is_filtered and any(parts):
             # PyTorch's kernel is wrong for windows of one column.
             return tuple(
                 part or Span(0, dim.length, Reach(0, dim.size))
-                for part, dim in zip(found, self.dims, strict=True)
+                for part, dim in zip(parts, self.dims, strict=True)
             )
         return tuple(
-            None if dim.repeats else part for part, dim in zip(found, self.dims, strict=True)
+            None if dim.repeats else part for part, dim in zip(parts, self.dims, strict=True)
         )
 
     def rest(self, parts: Sequence[Span | None]) -> tuple[list[Any], list[Any]]:

@@ -282,8 +282,8 @@ class _LocalNeighborhoods:
     def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
         """Run the operation on one rank."""
         if has_empty_shard(ctx):
-            found = zero_results(args, kwargs, ctx)
-            return found if self.query else found[0]
+            result = zero_results(args, kwargs, ctx)
+            return result if self.query else result[0]
         queries = ctx.operands[self.query]
         parts = spans((*self.windows, None, None), queries, ctx.rank)[:-2]
         sides = [
