@@ -78,7 +78,6 @@ HALO: dict[str, Row] = {
     ),
     "avg_pool1d": (call(F.avg_pool1d, 3, 2, 1), line, ()),
     "avg_pool2d": (call(F.avg_pool2d, 3, 2, 1, True, False), plane, ()),
-    "avg_pool2d of integers": (call(F.avg_pool2d, 3, 2, 1, True, False), integers, ()),
     "avg_pool3d": (call(F.avg_pool3d, 2, 1), volume, ()),
     "max_pool1d": (call(F.max_pool1d, 3, 2, 1), line, ()),
     "max_pool2d": (call(F.max_pool2d, 3, 2, 1, 2), plane, ()),
@@ -164,6 +163,9 @@ MOVE: dict[str, Row] = {"unfold": (call(F.unfold, 3, padding=1), plane, ())}
 """Functions that move each element once at most: all windows of a row are next to each other in the
 result, so no shard of it has a part of each row, and other dims are sharded in place of columns."""
 GATHER: dict[str, tuple[Row, str]] = {
+    "avg_pool2d of integers": (
+        (call(F.avg_pool2d, 3, 2, 1, True, False), integers, ()),
+        "sums of integers are divided by counts that shards do not have"),
     "max_unpool1d": ((unpooled(1), line, ()), "positions are values of indices"),
     "max_unpool2d": ((unpooled(2), plane, ()), "positions are values of indices"),
     "max_unpool3d": ((unpooled(3), volume, ()), "positions are values of indices"),
