@@ -85,7 +85,7 @@ class Attention:
             grad: cotangents of the outputs over all keys, for the rows of the piece.
             out: these outputs.
             lse: the log-sum-exps over all keys.
-            q: queries, and so on as of `forward`.
+            q: queries, and so on as for `forward`.
             k: keys.
             v: values.
             mask: mask.

@@ -100,7 +100,7 @@ def halo_reduce(
             `fs.domain.halo_exchange`; with "zeros" they are dropped.
         axis_name: in a body, the axes along which each of these dims is sharded.
         sizes: in a body, the sizes that the shards had before they were extended, and that those
-            of the result have: as of `fs.domain.halo_exchange`.
+            of the result have: as for `fs.domain.halo_exchange`.
 
     Returns:
         A pair with the shards before they were extended, or this rank's tensor.

@@ -138,7 +138,7 @@ def scaled_dot_product_attention(
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """Options of an attention, as of `scaled_dot_product_attention`."""
+    """Options of an attention, as for `scaled_dot_product_attention`."""
 
     dropout_p: float = 0.0
     is_causal: bool = False

@@ -69,8 +69,8 @@ CONVOLUTION = """
         groups: number of groups of channels.
 
     Returns:
-        The pair of the convolution, sharded as its windows; the weight's gradient is unreduced
-        along the axes of spatial dims.
+        The pair of the result, whose dims are sharded over the axes of the input's; the weight's
+        gradient is unreduced along the axes of spatial dims.
 
     Raises:
         ShardingError: arguments that `torch.nn.functional.conv{n}d` refuses.
@@ -160,7 +160,7 @@ AVERAGE = """
         **divisor: `divisor_override` of 2 and 3 dims, the number to divide by.
 
     Returns:
-        The pair of the averages, sharded as their windows.
+        The pair of the averages, whose dims are sharded over the axes of the input's.
 
     Raises:
         ShardingError: arguments that `torch.nn.functional.avg_pool{n}d` refuses.

@@ -30,8 +30,8 @@ def save_dcp(directory: str | Path, tree: Any, /) -> None:
     Args:
         directory: the directory, which all ranks see; it is created.
         tree: pytree of pairs, of tensors that are equal on every rank, and of numbers, strings,
-            bools and None. Dicts have strings as keys. DCP's name of a leaf are its keys joined by
-            dots. DCP stores tuples as lists: tuples with tensors load as lists.
+            bools and None. Dicts have strings as keys. DCP names a leaf by its keys joined by dots.
+            DCP stores tuples as lists: tuples with tensors load as lists.
 
     Raises:
         ShardingError: a leaf cannot be saved, or a pair is unreduced. Errors of DCP pass.

@@ -133,7 +133,7 @@ def apply(op: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Run one operation on pairs: `fs.on_pairs(op, mode=..., topology=...)(*args, **kwargs)`.
 
     Args:
-        op: the operation, as of `fs.on_pairs`.
+        op: the operation, as for `fs.on_pairs`.
         *args: the arguments of the operation, with pairs in the places of sharded tensors.
         **kwargs: its keyword arguments. `mode=` and `topology=` are the options of `fs.on_pairs`
             unless the operation has a parameter of that name: `mode="reflect"` of

@@ -168,7 +168,7 @@ def auto(
         mesh: the mesh of the layouts.
         example_args: its arguments in order: tensors, also on the meta device, or specs of their
             shapes and dtypes; `[dict(module.named_parameters()), x]` of a module.
-        memory: bytes that a rank may hold over a step, as of `fs.partition`; None is unlimited.
+        memory: bytes that a rank may hold over a step, as for `fs.partition`; None is unlimited.
             Layouts are chosen so that a step fits. If sharded arguments are gathered again in the
             backward pass, or values recomputed, in less time than other layouts take, or if no
             layouts alone fit, that is planned too: `explain()` says which.
@@ -177,7 +177,7 @@ def auto(
             or of all leaves whose path a regular expression matches whole. The path of a leaf has
             the index of the argument and its keys, joined by dots: `0.layers.0.weight`. An index
             comes before patterns, and the first of several patterns counts.
-        out_specs: layouts of the results, as of `fs.partition`; None leaves them as they come out.
+        out_specs: layouts of the results, as for `fs.partition`; None leaves them as they come out.
         overlap: the step is one in which collectives of arguments and of their gradients run beside
             the computation, as with buckets, and products beside the gathers and reductions around
             them (`overlap` of `fs.partition`); by default nothing overlaps. The layouts are those

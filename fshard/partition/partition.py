@@ -176,7 +176,7 @@ class Partition:
         """Return tables of a call's operations: layouts and bytes sent, FLOPs and times.
 
         Args:
-            *args: arguments as of `trace`; without any, the last new kind of call is explained.
+            *args: arguments as for `trace`; without any, the last new kind of call is explained.
             only: "layouts", "compute" or "communication" for a table of these alone. A function
                 with a parameter of that name is explained by `trace(...).explain(only=...)`.
             **kwargs: arguments by name.

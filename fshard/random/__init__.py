@@ -9,7 +9,7 @@ PyTorch's own random functions, in `torch.nn.Dropout` say, draw with a key in `w
 
 - `keys`: keys, and keys derived from them.
 - `sampling`: draws.
-- `initializers`: initial values of parameters, as of `torch.nn.init`.
+- `initializers`: initial values of parameters, as for `torch.nn.init`.
 - `keyed`: the context manager.
 - `torch_replacements`: the functions that it replaces.
 

@@ -43,8 +43,8 @@ def trunc_normal(
         std: Its standard deviation, above 0.
         a: Lower limit of the values, not of multiples of `std`.
         b: Upper limit.
-        dtype: As of `fs.random.normal`.
-        device: As of `fs.random.normal`.
+        dtype: As for `fs.random.normal`.
+        device: As for `fs.random.normal`.
 
     Returns:
         An `fs.Sharded` pair if `spec` is an `fs.Spec`, else a tensor.
@@ -91,8 +91,8 @@ def xavier_uniform(
         key: A key, int64 of shape `(2,)`.
         spec: An `fs.Spec`, a tensor, or a shape, `(fan_out, fan_in, *kernel)`.
         gain: Factor of the standard deviation, `torch.nn.init.calculate_gain(nonlinearity)`.
-        dtype: As of `fs.random.uniform`.
-        device: As of `fs.random.uniform`.
+        dtype: As for `fs.random.uniform`.
+        device: As for `fs.random.uniform`.
 
     Returns:
         An `fs.Sharded` pair if `spec` is an `fs.Spec`, else a tensor.
@@ -122,8 +122,8 @@ def xavier_normal(
         key: A key, int64 of shape `(2,)`.
         spec: An `fs.Spec`, a tensor, or a shape, `(fan_out, fan_in, *kernel)`.
         gain: Factor of the standard deviation, `torch.nn.init.calculate_gain(nonlinearity)`.
-        dtype: As of `fs.random.normal`.
-        device: As of `fs.random.normal`.
+        dtype: As for `fs.random.normal`.
+        device: As for `fs.random.normal`.
 
     Returns:
         An `fs.Sharded` pair if `spec` is an `fs.Spec`, else a tensor.
@@ -154,8 +154,8 @@ def kaiming_uniform(
         a: Negative slope of the leaky rectifier that follows.
         mode: `"fan_in"` keeps the variance of values, `"fan_out"` that of gradients.
         nonlinearity: Name of the function that follows, which determines the gain.
-        dtype: As of `fs.random.uniform`.
-        device: As of `fs.random.uniform`.
+        dtype: As for `fs.random.uniform`.
+        device: As for `fs.random.uniform`.
 
     Returns:
         An `fs.Sharded` pair if `spec` is an `fs.Spec`, else a tensor.
@@ -188,8 +188,8 @@ def kaiming_normal(
         a: Negative slope of the leaky rectifier that follows.
         mode: `"fan_in"` keeps the variance of values, `"fan_out"` that of gradients.
         nonlinearity: Name of the function that follows, which determines the gain.
-        dtype: As of `fs.random.normal`.
-        device: As of `fs.random.normal`.
+        dtype: As for `fs.random.normal`.
+        device: As for `fs.random.normal`.
 
     Returns:
         An `fs.Sharded` pair if `spec` is an `fs.Spec`, else a tensor.
@@ -224,14 +224,14 @@ def orthogonal(
         gain: Factor of the result.
         dtype: float32 or float64; by default that of the spec or tensor, or
             `torch.get_default_dtype()`.
-        device: As of `fs.random.normal`.
+        device: As for `fs.random.normal`.
 
     Returns:
         An `fs.Sharded` pair if `spec` is an `fs.Spec`, else a tensor.
 
     Raises:
         ShardingError: If `key` is not a key, the shape has fewer than two dims, or the dtype is
-            another one.
+            not one of those above.
 
     The distribution of `torch.nn.init.orthogonal_` (Saxe et al., arXiv 1312.6120).
 

@@ -59,8 +59,8 @@ def uniform(
         An `fs.Sharded` pair if `spec` is an `fs.Spec`, else a tensor.
 
     Raises:
-        ShardingError: If `key` is not a key, a limit is not a finite number, the dtype is another
-            one, or it is not that of the spec.
+        ShardingError: If `key` is not a key, a limit is not a finite number, or the dtype is
+            not one of those above, or not that of the spec.
 
     The values are those of `jax.random.uniform` (Threefry-2x32, Salmon et al., SC 2011), bit for
     bit; float16 values with limits as on CPUs without float16 arithmetic (AVX512-FP16), where XLA
@@ -99,15 +99,15 @@ def normal(
 
     Args:
         key: A key, int64 of shape `(2,)`, from `fs.random.key`, `split` or `fold_in`.
-        spec: An `fs.Spec`, a tensor, or a shape; as of `uniform`.
-        dtype: As of `uniform`.
-        device: As of `uniform`.
+        spec: An `fs.Spec`, a tensor, or a shape; as for `uniform`.
+        dtype: As for `uniform`.
+        device: As for `uniform`.
 
     Returns:
         An `fs.Sharded` pair if `spec` is an `fs.Spec`, else a tensor.
 
     Raises:
-        ShardingError: If `key` is not a key, or the dtype is another one.
+        ShardingError: If `key` is not a key, or the dtype is not one of those of `uniform`.
 
     The values are those of `jax.random.normal` up to some units in the last place: both apply the
     inverse error function, here PyTorch's, to the same uniform numbers.
@@ -133,15 +133,15 @@ def exponential(
 
     Args:
         key: A key, int64 of shape `(2,)`, from `fs.random.key`, `split` or `fold_in`.
-        spec: An `fs.Spec`, a tensor, or a shape; as of `uniform`.
-        dtype: As of `uniform`.
-        device: As of `uniform`.
+        spec: An `fs.Spec`, a tensor, or a shape; as for `uniform`.
+        dtype: As for `uniform`.
+        device: As for `uniform`.
 
     Returns:
         An `fs.Sharded` pair if `spec` is an `fs.Spec`, else a tensor.
 
     Raises:
-        ShardingError: If `key` is not a key, or the dtype is another one.
+        ShardingError: If `key` is not a key, or the dtype is not one of those of `uniform`.
 
     The values are those of `jax.random.exponential` up to rounding.
 
@@ -168,11 +168,11 @@ def randint(
 
     Args:
         key: A key, int64 of shape `(2,)`, from `fs.random.key`, `split` or `fold_in`.
-        spec: An `fs.Spec`, a tensor, or a shape; as of `uniform`.
+        spec: An `fs.Spec`, a tensor, or a shape; as for `uniform`.
         low: Lower limit, included.
         high: Upper limit, excluded.
         dtype: int8, int16, int32, int64 or uint8; by default that of the spec or tensor, or int64.
-        device: As of `uniform`.
+        device: As for `uniform`.
 
     Returns:
         An `fs.Sharded` pair if `spec` is an `fs.Spec`, else a tensor.
@@ -215,9 +215,9 @@ def bernoulli(
 
     Args:
         key: A key, int64 of shape `(2,)`, from `fs.random.key`, `split` or `fold_in`.
-        spec: An `fs.Spec`, a tensor, or a shape; as of `uniform`.
+        spec: An `fs.Spec`, a tensor, or a shape; as for `uniform`.
         p: Probability of True, from 0 to 1.
-        device: As of `uniform`.
+        device: As for `uniform`.
 
     Returns:
         Booleans: an `fs.Sharded` pair if `spec` is an `fs.Spec`, else a tensor.
@@ -254,10 +254,10 @@ def dropout_mask(
 
     Args:
         key: A key, int64 of shape `(2,)`, from `fs.random.key`, `split` or `fold_in`.
-        spec: An `fs.Spec`, a tensor, or a shape; as of `uniform`.
+        spec: An `fs.Spec`, a tensor, or a shape; as for `uniform`.
         p: Probability of a zero, from 0 to 1.
-        dtype: As of `uniform`.
-        device: As of `uniform`.
+        dtype: As for `uniform`.
+        device: As for `uniform`.
 
     Returns:
         An `fs.Sharded` pair if `spec` is an `fs.Spec`, else a tensor. `x * mask` has the gradient
@@ -295,15 +295,15 @@ def bits(
 
     Args:
         key: A key, int64 of shape `(2,)`, from `fs.random.key`, `split` or `fold_in`.
-        spec: An `fs.Spec`, a tensor, or a shape; as of `uniform`.
+        spec: An `fs.Spec`, a tensor, or a shape; as for `uniform`.
         dtype: A signed or unsigned integer dtype; by default that of the spec or tensor, or uint32.
-        device: As of `uniform`.
+        device: As for `uniform`.
 
     Returns:
         An `fs.Sharded` pair if `spec` is an `fs.Spec`, else a tensor.
 
     Raises:
-        ShardingError: If `key` is not a key, or the dtype is another one.
+        ShardingError: If `key` is not a key, or the dtype is not one of integers.
 
     The values are those of `jax.random.bits`; signed dtypes have the same bits.
 
@@ -333,14 +333,14 @@ def permutation(
         key: A key, int64 of shape `(2,)`, from `fs.random.key`, `split` or `fold_in`.
         spec: An `fs.Spec` of one dim of size `n`, or `n`.
         dtype: int32 or int64; by default that of the spec, or int64.
-        device: As of `uniform`.
+        device: As for `uniform`.
 
     Returns:
         An `fs.Sharded` pair if `spec` is an `fs.Spec`, else a tensor of shape `(n,)`.
 
     Raises:
         ShardingError: If `key` is not a key, the spec has other than one dim, or the dtype is
-            another one.
+            not one of those above.
 
     The values are those of `jax.random.permutation`.
 

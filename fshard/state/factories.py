@@ -51,8 +51,8 @@ def ones(spec: Spec, /, *, device: Device = None, requires_grad: bool = False) -
 
     Args:
         spec: layout, global shape and dtype of the result.
-        device: as of `zeros`.
-        requires_grad: as of `zeros`.
+        device: as for `zeros`.
+        requires_grad: as for `zeros`.
 
     Returns:
         The pair; in a simulation its local is the tuple of all shards.
@@ -76,8 +76,8 @@ def full(
     Args:
         spec: layout, global shape and dtype of the result.
         fill_value: the value of all elements, a number.
-        device: as of `zeros`.
-        requires_grad: as of `zeros`.
+        device: as for `zeros`.
+        requires_grad: as for `zeros`.
 
     Returns:
         The pair; in a simulation its local is the tuple of all shards.
@@ -103,8 +103,8 @@ def empty(spec: Spec, /, *, device: Device = None, requires_grad: bool = False) 
     Args:
         spec: layout, global shape and dtype of the result. Replicas, too, have arbitrary values:
             write the same to all of them.
-        device: as of `zeros`.
-        requires_grad: as of `zeros`.
+        device: as for `zeros`.
+        requires_grad: as for `zeros`.
 
     Returns:
         The pair; in a simulation its local is the tuple of all shards.
@@ -142,8 +142,8 @@ def arange(
         spec: layout, size and dtype of the result; it has one dim.
         start: the first element.
         step: the difference of neighbours.
-        device: as of `zeros`.
-        requires_grad: as of `zeros`.
+        device: as for `zeros`.
+        requires_grad: as for `zeros`.
 
     Returns:
         The pair; in a simulation its local is the tuple of all shards.
@@ -183,8 +183,8 @@ def eye(spec: Spec, /, *, device: Device = None, requires_grad: bool = False) ->
     Args:
         spec: layout, shape and dtype of the result, `(rows, columns)`. Dims before these two are
             batch dims.
-        device: as of `zeros`.
-        requires_grad: as of `zeros`.
+        device: as for `zeros`.
+        requires_grad: as for `zeros`.
 
     Returns:
         The pair; in a simulation its local is the tuple of all shards.
@@ -215,8 +215,8 @@ def tril(
         spec: layout, shape and dtype of the result, `(rows, columns)`. Dims before these two are
             batch dims.
         diagonal: the diagonal, 0 for the main one, positive above it.
-        device: as of `zeros`.
-        requires_grad: as of `zeros`.
+        device: as for `zeros`.
+        requires_grad: as for `zeros`.
 
     Returns:
         The pair; in a simulation its local is the tuple of all shards.
@@ -245,8 +245,8 @@ def triu(
         spec: layout, shape and dtype of the result, `(rows, columns)`. Dims before these two are
             batch dims.
         diagonal: the diagonal, 0 for the main one, positive above it.
-        device: as of `zeros`.
-        requires_grad: as of `zeros`.
+        device: as for `zeros`.
+        requires_grad: as for `zeros`.
 
     Returns:
         The pair; in a simulation its local is the tuple of all shards.

@@ -44,7 +44,7 @@ Rules = Sequence[tuple[str, PartitionSpec | None]]
 def match_rules(rules: Rules, tree: Any, /, *, mesh: Mesh | None = None) -> Any:
     r"""Return the partition of every leaf of a tree, by the first rule that matches its path.
 
-    The path of a leaf are its keys joined by dots, as the names of a module's `state_dict`:
+    The path of a leaf consists of its keys joined by dots, as the names of a module's `state_dict`:
     `layers.0.attention.wq.weight`. A rule must match the path from its first character to its last.
     Tensors of no dims are `P()` without a rule.
 

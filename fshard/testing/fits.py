@@ -25,8 +25,8 @@ def assert_fits(
         function: the function, as `fs.partition` returns it.
         args: positional arguments: pairs, tensors (also on the meta device), or specs.
         memory: bytes.
-        optimizer: the state of an optimizer, as of `memory()`: a multiple of the parameters' bytes,
-            a tree of specs or pairs, or an optimizer of `fs.state`.
+        optimizer: the state of an optimizer, as for `memory()`: a multiple of the parameters'
+            bytes, a tree of specs or pairs, or an optimizer of `fs.state`.
 
     Returns:
         The memory of the rank that holds the most.

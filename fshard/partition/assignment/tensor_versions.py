@@ -102,7 +102,7 @@ class Assignment:
     value ids so far. `checkpoints` has for every open checkpointed call
     the layouts that tensors were redistributed to in it: a later use would keep these alive.
     `created` are the values that depend on no argument. `launched` are the collectives of arguments
-    as of `Arguments`: they are launched together, whatever uses their results.
+    as for `Arguments`: they are launched together, whatever uses their results.
     """
 
     lines: list[Line] = field(default_factory=list)
