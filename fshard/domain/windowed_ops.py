@@ -372,9 +372,9 @@ def unfold(
     """Return the windows of a pair's planes as columns, sharded by rows.
 
     Args:
-        input: pair of shape (batch, channels, height, width). The windows of a part of each row
-            are no part of the result that a spec describes: a sharded width is redistributed, by
-            an all-to-all, so that rows, channels or the batch are sharded in its place.
+        input: pair of shape (batch, channels, height, width). No spec describes the windows of a
+            part of each row: a sharded width is redistributed, by an all-to-all, so that rows,
+            channels or the batch are sharded in its place.
         kernel_size: rows and columns of a window, an int or two.
         dilation: distance of the elements of a window.
         padding: zeros at both ends of the rows and columns.

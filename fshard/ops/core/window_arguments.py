@@ -209,18 +209,18 @@ def _channel_problems(values: Values, n: int, transposed: bool) -> list[Problem]
     if problems:
         return problems
     channels = _shape(x)[-n - 1]
-    expected, made = (kernel[0], kernel[1] * groups) if transposed else (
-        kernel[1] * groups, kernel[0])  # fmt: skip
+    sides = kernel[1] * groups, kernel[0]
+    expected, outputs = sides[::-1] if transposed else sides
     if channels != expected or kernel[0] % groups:
         order = "(in, out / groups, ...)" if transposed else "(out, in / groups, ...)"
         given = f"{channels} channels, a weight of shape {kernel}, groups={groups}"
         rule = f"the weight must have shape {order}, and groups must divide both channels"
         return [Problem(given, rule, f"an input of {expected} channels")]
     bias = values.get("bias")
-    if bias is None or _shape(bias) == (made,):
+    if bias is None or _shape(bias) == (outputs,):
         return []
     given = f"a bias of shape {_shape(bias)}" if hasattr(bias, "shape") else f"bias={bias!r}"
-    rule = f"the bias must be None, or have shape ({made},): one element for each channel"
+    rule = f"the bias must be None, or have shape ({outputs},): one element for each channel"
     return [Problem(given, rule, "bias=None")]
 
 
