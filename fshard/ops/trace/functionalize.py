@@ -266,11 +266,15 @@ def check_writes(
         operands = [sources.get(x, _NONE) for x in node.all_input_nodes if node in differentiable]
         union = _NONE.union(*operands)
         statistics = _statistics(node)  # which have no gradient
-        for target in writes(node):
-            if union and node in differentiable and (copy := _unshare(target, node, graph.graph)):
-                differentiable |= {copy}
-            read = union if node in differentiable else _NONE
-            lost_here, root, hidden = _lost(target, node, read, sources, differentiable)
+        for target in (written := writes(node)):
+            used = _used_later(target, node, differentiable)
+            if used and union and node in differentiable and _is_hidden(target):
+                if all(map(_is_hidden, used)):
+                    differentiable |= _unshare(target, node, graph.graph)
+                elif len(written) == 1 and not any(map(_is_hidden, used)):
+                    union = _detach_reads(target, node, graph.graph)
+            read = union if node in differentiable and used else _NONE
+            lost_here, root, hidden = _lost(target, node, read, sources, differentiable, used)
             lost += lost_here
             if target not in statistics:
                 tracked |= _NONE if hidden else own.get(root, _NONE)
@@ -366,10 +370,12 @@ def _differentiable(graph: fx.GraphModule, grad: bool) -> frozenset[fx.Node]:
 def _lost(
     target: fx.Node, node: fx.Node, read: frozenset[int],
     sources: dict[fx.Node, frozenset[int]], differentiable: frozenset[fx.Node],
+    used: Sequence[fx.Node],
 ) -> tuple[list[tuple[str, frozenset[int]]], fx.Node, bool]:  # fmt: skip
     """Return the item of `check_writes` for one written operand, if there is one.
 
-    `read` are the arguments whose gradients the write passes on to the operand.
+    `read` are the arguments whose gradients the write passes on to the operand, `used` the nodes of
+    its memory that are read later.
     Also return the node in whose memory the operand is, and True if the write is hidden from
     autograd.
     """
@@ -379,37 +385,53 @@ def _lost(
         root = base
     if root.op == "get_attr":
         refuse_closure_write(node.name)
-    used = [alias for alias in aliases(target)
-            if any(user in differentiable and node < user for user in alias.users)]  # fmt: skip
-    args = read if used else _NONE
-    if not all(map(_is_hidden, used)):
-        args |= sources.get(root, _NONE)
+    args = read if all(map(_is_hidden, used)) else read | sources.get(root, _NONE)
     place = place_of_node(node)
     name = f"{node.name} at {place}" if place else node.name
     return [(name, args)] if hidden and args else [], root, hidden
 
 
-def _unshare(target: fx.Node, node: fx.Node, graph: fx.Graph) -> fx.Node | None:
+def _used_later(
+    target: fx.Node, node: fx.Node, differentiable: frozenset[fx.Node]
+) -> list[fx.Node]:
+    """Return the nodes in the memory of `target` that others read after `node`, with gradients."""
+    memory = aliases(target)
+    return [alias for alias in memory if any(
+        node < user and user in differentiable and user not in memory for user in alias.users
+    )]  # fmt: skip
+
+
+def _unshare(target: fx.Node, node: fx.Node, graph: fx.Graph) -> frozenset[fx.Node]:
     """Copy a detached value that `node` writes, if nothing else uses its memory from then on.
 
     The copy gets the gradients of what is written, as the detached value does in PyTorch.
 
     Returns:
-        The copy, None if there is none.
+        The copy, nothing if there is none.
     """
-    detached: fx.Node | None = target
-    while detached is not None and not has_no_gradient(detached.target):
+    detached: Any = target
+    while not has_no_gradient(detached.target):
         detached = _base(detached)
-    if detached is None or aliases(detached)[0].op != "call_function":
-        return None
     own = {detached, *_views_of(detached)}
-    if any(node < user for x in aliases(detached) if x not in own for user in x.users):
-        return None
+    others = [x for x in aliases(detached) if x not in own]
+    if others[0].op != "call_function" or any(node < u for x in others for u in x.users):
+        return frozenset()
     with graph.inserting_after(detached):
         copy = graph.call_function(torch.ops.aten.clone.default, (detached,))
     copy.meta["val"] = detached.meta["val"].clone()
     detached.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
-    return copy
+    return frozenset((copy,))
+
+
+def _detach_reads(target: fx.Node, node: fx.Node, graph: fx.Graph) -> frozenset[int]:
+    """Detach what `node` writes to memory that is read without gradients; return its sources."""
+    with graph.inserting_before(node):
+        for x in node.all_input_nodes:
+            if x is not target and _is_inexact(x):
+                detached = graph.call_function(torch.ops.aten.detach.default, (x,))
+                detached.meta["val"] = x.meta["val"]
+                node.replace_input_with(x, detached)
+    return _NONE
 
 
 def _is_hidden(node: fx.Node) -> bool:
