@@ -48,7 +48,6 @@ from fshard.run.transports.divergence_report import (
     user_line,
     words,
 )
-from fshard.run.transports.process_end import ProcessWatch
 from fshard.run.transports.rank_status import (
     EMPTY,
     Arrival,
@@ -92,7 +91,7 @@ class _CheckedTransport:
         self.watched_groups: set[Group] = set()
         self.statuses: dict[int, RankStatus] = {}
         """The last known ones of other ranks."""
-        self.watch = ProcessWatch(store, world.listener.key)
+        self.watch = world.listener.watch
         self.watch.ended({0, *mesh.ranks})  # rank 0 may keep the store
 
     @property

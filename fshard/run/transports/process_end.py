@@ -18,6 +18,7 @@ import socket
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import cached_property
 from typing import Any
 
 BACKLOG = 4096
@@ -72,6 +73,11 @@ class Listener:
         address = json.dumps([socket.gethostname(), self.host, self.port])
         with suppress(RuntimeError):  # the store of the fake backend keeps nothing
             store.set(key.format(rank), address)
+
+    @cached_property
+    def watch(self) -> ProcessWatch:
+        """The connections of this process to the other ranks, one to each."""
+        return ProcessWatch(self.store, self.key)
 
 
 _LISTENERS: weakref.WeakSet[Listener] = weakref.WeakSet()

@@ -26,7 +26,7 @@ import torch
 from fshard._util.errors import fail
 from fshard.layout.mesh import Mesh
 from fshard.run.transports.base import is_simulated, own_transport
-from fshard.run.transports.process_end import Listener, ProcessWatch
+from fshard.run.transports.process_end import Listener
 from fshard.run.transports.torch_distributed import DEFAULT_TIMEOUT, ProcessWorld
 
 PASSED = "passed"
@@ -151,7 +151,7 @@ class RollCalls:
         """Return True once a counter has counted all ranks, False once a rank has passed it."""
         assert self._world is not None
         listener = self._world.listener
-        store, watch = listener.store, ProcessWatch(listener.store, listener.key)
+        store = listener.store
         keys = [f"{self._prefix}{rank}" for rank in self.mesh.ranks]
         own = self._calls.count, self.collectives, self.place
         limit = (self._world.timeout or DEFAULT_TIMEOUT).total_seconds()
@@ -162,7 +162,7 @@ class RollCalls:
                 if count == self.mesh.size:
                     return True
                 time.sleep(PAUSE)
-            gone = watch.ended(self.mesh.ranks)  # those may have passed before
+            gone = listener.watch.ended(self.mesh.ranks)  # those may have passed before
             written = [store.get(key).decode().split() for key in keys if store.check([key])]
             places = [(tuple(map(int, numbers)), word) for *numbers, word in written]
             passed = any(place > own or (place == own and word != kind) for place, word in places)

@@ -6,6 +6,7 @@ import os
 import random
 import threading
 import time
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -51,8 +52,11 @@ def test_status_is_parsed_from_its_text() -> None:
     assert RankStatus.parse(status.text()) == status
 
 
-def answers_of_roll_calls(mesh: Mesh) -> list[tuple[bool, bool]]:
-    """Return, for each roll call in which this rank takes part, the answer and the right one."""
+def answers_of_roll_calls(mesh: Mesh) -> tuple[list[tuple[bool, bool]], int]:
+    """Return, for each roll call in which this rank takes part, the answer and the right one.
+
+    The last value is the number of connections to this rank's socket, which accepts none.
+    """
     fs.init(mesh, timeout=100)
     rank = int(os.environ["RANK"])
     common, own, pairs = random.Random(0), random.Random(rank), []
@@ -72,11 +76,15 @@ def answers_of_roll_calls(mesh: Mesh) -> list[tuple[bool, bool]]:
             if not last:  # of a rank that is there already, the others do not wait to come
                 calls.join_collective(write=True)
         calls.end()
-    return pairs
+    world = own_transport()
+    assert isinstance(world, ProcessWorld)
+    table = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]
+    return pairs, sum(row[1].endswith(f":{world.listener.port:04X}") for row in table)
 
 
 def test_answers_of_roll_calls_do_not_depend_on_time() -> None:
-    for pairs in run_ranks(4, answers_of_roll_calls, Mesh(x=4)):
+    for pairs, connections in run_ranks(4, answers_of_roll_calls, Mesh(x=4)):
+        assert connections <= 1 + 4  # it listens, and each rank connects to it once
         assert {right for _, right in pairs} == {True, False}
         assert all(answer == right for answer, right in pairs)
 
