@@ -428,6 +428,11 @@ def innermost_derivative() -> int:
     return max(_levels_of(_GRAD, _JVP), default=0)
 
 
+def is_vectorized() -> bool:
+    """Return True if a `vmap` of `torch.func` runs, so that tensors may be batches."""
+    return bool(_levels_of(_VMAP))
+
+
 def _levels_of(*kinds: int) -> list[int]:
     """Return the levels of the running transforms of some kinds."""
     stack = torch._C._functorch.get_interpreter_stack() or ()

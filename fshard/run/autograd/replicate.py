@@ -17,6 +17,7 @@ from fshard._torch.functorch import (
     apply_function,
     is_batched_at_any_level,
     is_transformed,
+    is_vectorized,
     with_batch_at,
     without_transforms,
 )
@@ -143,7 +144,7 @@ def compare_values(xs: Sequence[torch.Tensor], groups: Groups, report: Report) -
     if not is_transformed():
         with without_dispatch_modes() if is_recording_below_autograd() else nullcontext():
             _compare(xs, groups, report)
-    elif any(map(is_batched_at_any_level, xs)):
+    elif is_vectorized() and any(map(is_batched_at_any_level, xs)):
         apply_function(_Comparison, groups, report, *xs)
     else:
         with without_transforms(), without_dispatch_modes():  # tracers forbid reads of values
