@@ -1,11 +1,11 @@
 """Time of a partitioned training step relative to DDP's, FSDP2's and DTensor's tensor parallelism.
 
-`python -m tests.benchmarks.bench_train_step` trains one GPT on gloo ranks in all ways in turn: one
-step of each in every round, so that a busy machine slows all of them. A step is the forward pass,
+`python -m tests.benchmarks.bench_train_step` trains one GPT on gloo ranks in all ways in turn: some
+steps of each in every round, so that a busy machine slows all of them. A step is the forward pass,
 the backward pass and SGD. The batch is sharded for DDP and FSDP2, and replicated for tensor
 parallelism. Printed are each contender's fastest step, the median over the rounds of the
 partitioned step's time over its peer's, and the most bytes that a step allocates beside what is
-there before it, on the first rank. Losses are compared after every step.
+there before it, on the first rank. Losses are compared after every round.
 
 `--remat none gathers all` compares FSDP2, which frees gathered parameters after their use
 (`reshard_after_forward=True`), with partitioned steps under these policies.
@@ -35,7 +35,7 @@ from tests.helpers.gloo.harness import close_all, run_ranks
 
 RANKS, WIDTHS = (2, 4), (128, 256, 512)
 LAYERS, HEAD, WORDS, BATCH, LENGTH = 4, 32, 256, 8, 32
-GOAL = 0.95
+GOAL, STEPS = 0.95, 4
 COLUMNS, ROWS = ("query", "key", "value", "up"), ("out", "down")
 Batch = tuple[Tensor, Tensor]
 Layout = Callable[[str], fs.PartitionSpec]
@@ -217,11 +217,16 @@ def global_loss(loss: Tensor, weight: float) -> float:
 
 
 def timed(step: Step) -> tuple[float, Tensor]:
-    """Return the seconds of a step that all ranks begin together, and its loss."""
+    """Return the mean seconds of steps in sequence, as in training, and the last one's loss.
+
+    After the first one, which is not timed, ranks are as far apart as between steps.
+    """
     dist.barrier()
+    step()
     start = time.perf_counter()
-    loss = step()
-    return time.perf_counter() - start, loss
+    for _ in range(STEPS):
+        loss = step()
+    return (time.perf_counter() - start) / STEPS, loss
 
 
 def peak_bytes(step: Step) -> int:
