@@ -126,6 +126,10 @@ class _FunctionalInterpreter(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         if n.op != "call_function":
             return super().run_node(n)
+        if n.target is SET_GRAD_ENABLED and torch.is_grad_enabled():
+            # Views of what was written are recorded at their next use, which must have gradients.
+            for x in tensors_in([*self.env.values()]):
+                sync_functional(x)
         operand = _hidden_base(n)
         if operand is not None and _is_identity(n, operand):
             return self.env[operand]

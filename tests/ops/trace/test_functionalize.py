@@ -398,8 +398,46 @@ def detached_cache(x: Tensor) -> Tensor:
     return cache.sin()
 
 
-@pytest.mark.parametrize("fn", [detached_values, detached_cache])
-def test_detached_values_are_written_with_gradients(fn: Callable[[Tensor], Tensor]) -> None:
+SCALE = torch.full((2,), 3.0, dtype=torch.float64)
+
+
+def viewed_under_no_grad(x: Tensor) -> Tensor:
+    """Read a view of a written value under no_grad before it is read with gradients."""
+    y = x * 2
+    y.add_(x.sin() * SCALE.sum())
+    first, rest = y.split(2)
+    with torch.no_grad():
+        largest = first.max() + SCALE.sum()
+    return torch.cat([first / largest, rest * SCALE])
+
+
+class Product(torch.autograd.Function):
+    """Product whose forward, under no_grad, is the first use of its operands."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(x, y)
+        return x * y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, y = ctx.saved_tensors
+        return grad * y, grad * x
+
+
+def given_to_a_custom_function(x: Tensor) -> Tensor:
+    y = x * 2
+    y.add_(1)
+    product: Tensor = Product.apply(*y.chunk(2))
+    return product
+
+
+@pytest.mark.parametrize(
+    "fn", [detached_values, detached_cache, viewed_under_no_grad, given_to_a_custom_function]
+)
+def test_gradients_of_written_values_are_those_of_one_device(
+    fn: Callable[[Tensor], Tensor],
+) -> None:
     x = torch.randn(4, dtype=torch.float64, requires_grad=True)
     part = fs.partition(fn, mesh=MESH, in_specs=P("dp"))
     grads = [torch.autograd.grad(f(x).square().sum(), x)[0] for f in (part, fn)]
