@@ -202,7 +202,7 @@ class SimulatedWorld:
             finally:
                 del error
         finally:
-            self._free_tensors()
+            self._free()
 
     def _stop(self, interrupt: BaseException) -> None:
         """End the ranks after Ctrl-C, and wait for `STOP_SECONDS`."""
@@ -221,14 +221,18 @@ class SimulatedWorld:
                     thread, stopped = ctypes.c_ulong(rank.thread), ctypes.py_object(_Stopped)
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, stopped)
 
-    def _free_tensors(self) -> None:
-        """Drop all tensors, since ranks and world form a reference cycle."""
+    def _free(self) -> None:
+        """Drop all tensors, and ranks that have ended: they and the world refer to each other."""
         self.error = None
         if self.end_forward_level is not None:
             self.end_forward_level()
         self.unfinished.clear()
         for rank in self.order:
             rank.result, rank.awaited, rank.remark = None, None, str
+            rank.gate = rank.set_schedule = None
+        if not self.interrupted:
+            self.order.clear()
+            self.ranks.clear()
 
     def _run_rank(
         self, rank: SimulatedRank, function: Callable[[], Any], settings: ThreadSettings

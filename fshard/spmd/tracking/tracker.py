@@ -115,6 +115,11 @@ class Tracker:
 
         self._drop: Any = forget
 
+    def __del__(self) -> None:
+        """Free the records, which would wait for the garbage collector: they refer to `forget`."""
+        for records in (self.table, self._unindexed, self._by_storage):
+            records.clear()
+
     # -- the table --
 
     def states(self, x: torch.Tensor) -> States:
