@@ -100,7 +100,7 @@ class SimulatedRank:
     @property
     def all_ranks(self) -> Collection[int]:
         """All ranks of the simulation."""
-        return self.world.ranks
+        return self.world.mesh.ranks
 
     def accepts(self, device: torch.device) -> bool:
         """Return True if tensors on `device` can be sent."""
@@ -145,8 +145,7 @@ class SimulatedWorld:
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
-        self.ranks = {rank: SimulatedRank(rank, self, i) for i, rank in enumerate(mesh.ranks)}
-        self.order = list(self.ranks.values())
+        self.order = [SimulatedRank(rank, self, i) for i, rank in enumerate(mesh.ranks)]
         self.unfinished: dict[tuple[Group, int], _Rendezvous] = {}
         self.error: tuple[int | None, BaseException] | None = None
         self.ended = threading.Lock()
@@ -229,10 +228,8 @@ class SimulatedWorld:
         self.unfinished.clear()
         for rank in self.order:
             rank.result, rank.awaited, rank.remark = None, None, str
-            rank.gate = rank.set_schedule = None
         if not self.interrupted:
             self.order.clear()
-            self.ranks.clear()
 
     def _run_rank(
         self, rank: SimulatedRank, function: Callable[[], Any], settings: ThreadSettings
@@ -248,10 +245,8 @@ class SimulatedWorld:
             pass
         except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
             if self.error is None:
-                self.error = (
-                    None if getattr(error, "same_on_all_ranks", False) else rank.rank,
-                    error,
-                )
+                is_shared = getattr(error, "same_on_all_ranks", False)
+                self.error = None if is_shared else rank.rank, error
         finally:
             with self.ending:
                 rank.state = "done"
@@ -342,8 +337,9 @@ class SimulatedWorld:
     ) -> ShardingError:
         """Return the error of a rank whose call, or order of the group, is not the first one's."""
         inputs, ranks = meeting.inputs, tuple(sorted(group))
+        by_rank = {other.rank: other for other in self.order}
         positions = {
-            member: _position_in(self.ranks[member], inputs[member][2], meeting.group)
+            member: _position_in(by_rank[member], inputs[member][2], meeting.group)
             for member in ranks
             if member in inputs
         }
@@ -362,8 +358,7 @@ def _position(rank: SimulatedRank) -> Position:
 
 
 def _position_in(rank: SimulatedRank, call: Fingerprint, group: Group) -> Position:
-    line = user_line(rank.thread, call[0])
-    return Position(words(call, group), line, remark=rank.remark())
+    return Position(words(call, group), user_line(rank.thread, call[0]), remark=rank.remark())
 
 
 def results_of(
