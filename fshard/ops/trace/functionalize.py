@@ -270,13 +270,14 @@ def check_writes(
         operands = [sources.get(x, _NONE) for x in node.all_input_nodes if node in differentiable]
         union = _NONE.union(*operands)
         statistics = _statistics(node)  # which have no gradient
-        for target in (written := writes(node)):
-            used = _used_later(target, node, differentiable)
-            if used and union and node in differentiable and _is_hidden(target):
+        for place, operand in enumerate(written := writes(node)):
+            used = _used_later(operand, node, differentiable)
+            if used and union and node in differentiable and _is_hidden(operand):
                 if all(map(_is_hidden, used)):
-                    differentiable |= _unshare(target, node, graph.graph)
+                    differentiable |= _unshare(operand, node, graph.graph)
                 elif len(written) == 1 and not any(map(_is_hidden, used)):
-                    union = _detach_reads(target, node, graph.graph)
+                    union = _detach_reads(operand, node, graph.graph)
+            target = writes(node)[place]  # a copy, maybe
             read = union if node in differentiable and used else _NONE
             lost_here, root, hidden = _lost(target, node, read, sources, differentiable, used)
             lost += lost_here

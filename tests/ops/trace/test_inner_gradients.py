@@ -209,6 +209,29 @@ def test_writes_under_no_grad_pass_no_gradients() -> None:
     torch.testing.assert_close(*grads)
 
 
+def test_gradients_are_written_with_values_that_have_gradients() -> None:
+    """Weight decay is added to a gradient where gradients are tracked."""
+
+    def step(p: Params, x: Tensor) -> Tensor:
+        grads = torch.autograd.grad(loss(p, x), list(p.values()))
+        for w, g in zip(p.values(), grads, strict=True):
+            g.add_(w, alpha=0.1)
+            with torch.no_grad():
+                w.sub_(0.1 * g)
+        return sum(g.sin().sum() for g in grads)
+
+    p = {name: x.detach().requires_grad_() for name, x in layer_params().items()}
+    one = {name: x.detach().clone().requires_grad_() for name, x in p.items()}
+    part = fs.partition(step, mesh=MESH, params=P(), in_specs=P("dp"))
+    x = sample(4, 4).detach()
+    actual, expected = part(p, x), step(one, x)
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(p, one)
+    torch.testing.assert_close(
+        *(torch.autograd.grad(y, list(q.values())) for y, q in ((actual, p), (expected, one)))
+    )
+
+
 def test_writes_of_values_with_gradients_under_no_grad_are_refused() -> None:
     def step(p: Params, x: Tensor) -> Tensor:
         torch.autograd.grad(loss(p, x), list(p.values()))
