@@ -401,9 +401,12 @@ def _used_later(
 ) -> list[fx.Node]:
     """Return the nodes in the memory of `target` that others read after `node`, with gradients."""
     memory = aliases(target)
-    return [alias for alias in memory if any(
-        node < user and user in differentiable and user not in memory for user in alias.users
-    )]  # fmt: skip
+
+    def is_used(alias: fx.Node) -> bool:
+        users = [user for user in alias.users if user in differentiable and user not in memory]
+        return any(node < user for user in users)
+
+    return [alias for alias in memory if is_used(alias)]
 
 
 def _unshare(target: fx.Node, node: fx.Node, graph: fx.Graph) -> frozenset[fx.Node]:

@@ -259,8 +259,9 @@ class BelowAutograd(TraceMode):
         return map_instances(out, torch.Tensor, lambda x: originals.get(id(x), x))
 
 
-_UNTRACKED = frozenset((Action.NONE, Action.SAME, Action.GRAD, Action.SET_GRAD, Action.GRADIENTS,
-                        Action.BACKWARD))  # fmt: skip
+_UNTRACKED = frozenset(
+    (Action.NONE, Action.SAME, Action.GRAD, Action.SET_GRAD, Action.GRADIENTS, Action.BACKWARD)
+)
 """Actions of functions on tensors themselves, and on their gradients."""
 _GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 

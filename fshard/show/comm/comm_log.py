@@ -66,9 +66,12 @@ class CommLog(TextAndHtml):
 
     def __getattr__(self, name: str) -> NoReturn:
         if name in ("forward", "backward"):
-            fail("fs.comm_log()", f"{name} counts of a log without a block",
-                 "a log must be of the collectives of a `with` block",
-                 "with fs.comm_log() as log: ..., then log.counts")  # fmt: skip
+            fail(
+                "fs.comm_log()",
+                f"{name} counts of a log without a block",
+                "a log must be of the collectives of a `with` block",
+                "with fs.comm_log() as log: ..., then log.counts",
+            )
         raise AttributeError(f"CommLog has no attribute {name!r}", name=name, obj=self)
 
     def _record(self, event: Event) -> None:
