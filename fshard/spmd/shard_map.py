@@ -110,6 +110,9 @@ def shard_map(
     layouts of results and the collectives that `explain()` counts. Tensors of the function are
     arguments of the mapped function, not closures; `torch.func` transforms are taken in the body.
 
+    `torch.utils.checkpoint` in the body recomputes its part. Around a simulated call it recomputes
+    what is outside of the body, whose ranks keep their values; with `use_reentrant=True` all.
+
     Under `torch.compile` a call on a rank is a part of the graph; simulated ranks run uncompiled,
     and so do calls with the checks "values" and "collectives". Sizes of plain tensors may be
     symbols (`dynamic=None`, `True`): one graph serves all sizes that the ranks divide, and a

@@ -54,11 +54,11 @@ def writes(node: fx.Node) -> list[fx.Node]:
     op = node.target
     if not isinstance(op, OpOverload):
         return []
-    written = [*_written(op, node.args, node.kwargs), *_statistics(node)]
+    written = [*written_operands(op, node.args, node.kwargs), *_statistics(node)]
     return instances_in(written, fx.Node)
 
 
-def _written(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+def written_operands(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """Return the operands that an operation writes by its schema."""
     named = _named(op, args, kwargs)
     return [named.get(parameter.name) for parameter in schema_of(op).arguments
@@ -311,7 +311,7 @@ class ClosureGuard(DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        for x in tensors_in(_written(func, args, kwargs or {})):
+        for x in tensors_in(written_operands(func, args, kwargs or {})):
             if not isinstance(x, FakeTensor) and storage_address(x) not in self.own:
                 refuse_closure_write(base_name(func))
         refuse_sparse((args, kwargs), base_name(func))

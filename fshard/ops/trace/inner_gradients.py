@@ -44,7 +44,7 @@ from fshard.ops.core.call import map_call, map_instances, name_of
 from fshard.ops.core.window_arguments import argument_problems
 from fshard.ops.trace.constants import READS, read_constants, with_known_sizes
 from fshard.ops.trace.custom_functions import apply_in_transform, apply_traced, has_own_backward
-from fshard.ops.trace.functionalize import hidden_write
+from fshard.ops.trace.functionalize import hidden_write, written_operands
 from fshard.ops.trace.fused_updates import FUSED_STEPS
 from fshard.ops.trace.inference import as_traced
 from fshard.ops.trace.source_places import note_place
@@ -276,6 +276,8 @@ class SavedTensors(DispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.saved: dict[fx.Node, bool] = {}
         self.unpacked: set[fx.Node | None] = set()
+        self.written: set[fx.Node | None] = set()
+        """Nodes of tensors that the function writes, which get gradients of what is written."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -285,9 +287,11 @@ class SavedTensors(DispatchMode):
         for x in tensors:
             node = _node_of(x) if x.requires_grad else None
             # A tensor that the function detaches has no gradient, or is a leaf of its own.
-            is_saved = node in self.unpacked or not x.is_leaf
+            is_saved = node in self.unpacked or not (x.is_leaf or node in self.written)
             if is_saved and node is not None and node.target is _DETACH:
                 self.saved[node] = x.is_leaf
+        # Operations on lists return no new tensors for those that they write.
+        self.written |= {*map(_node_of, tensors_in(written_operands(func, args, kwargs or {})))}
         out = func(*args, **(kwargs or {}))
         if func is _DETACH and graph_task_id() != -1:  # autograd runs backward
             self.unpacked.add(_node_of(out))

@@ -209,13 +209,17 @@ def test_writes_under_no_grad_pass_no_gradients() -> None:
     torch.testing.assert_close(*grads)
 
 
-def test_gradients_are_written_with_values_that_have_gradients() -> None:
+@pytest.mark.parametrize("on_lists", [False, True])
+def test_gradients_are_written_with_values_that_have_gradients(on_lists: bool) -> None:
     """Weight decay is added to a gradient where gradients are tracked."""
 
     def step(p: Params, x: Tensor) -> Tensor:
         grads = torch.autograd.grad(loss(p, x), list(p.values()))
+        if on_lists:
+            torch._foreach_add_(grads, list(p.values()), alpha=0.1)
         for w, g in zip(p.values(), grads, strict=True):
-            g.add_(w, alpha=0.1)
+            if not on_lists:
+                g.add_(w, alpha=0.1)
             with torch.no_grad():
                 w.sub_(0.1 * g)
         return sum(g.sin().sum() for g in grads)
