@@ -34,7 +34,7 @@ from fshard.program.steps import (
     Remesh,
     Step,
 )
-from fshard.run.autograd.linear_function import _wider
+from fshard.run.autograd.linear_function import wider
 from tests.helpers import spec_grid, strategies
 from tests.helpers.reference import check, simulate
 from tests.helpers.spec_grid import exchange, may_exchange
@@ -436,11 +436,11 @@ APPLIED = [
 def test_batched_tensor_has_the_same_program(text: str, step: Step) -> None:
     """A batch of tensors, along a new last dim, runs through the program of one."""
     prog = Program(parse(text, Mesh(x=2, y=2)), (step,))
-    wide = _wider(prog, 3)
+    wide = wider(prog, 3)
     assert wide.src.shape == (8, 4, 3)
     xs = [spec_grid.random_locals(prog.src, seed) for seed in range(3)]
     outputs = simulate(wide, [torch.stack(parts, -1) for parts in zip(*xs, strict=True)])
     singly = zip(*(simulate(prog, x) for x in xs), strict=True)
     assert all(map(torch.equal, outputs, [torch.stack(parts, -1) for parts in singly]))
-    assert _wider(prog.T, 3) == wide.T
+    assert wider(prog.T, 3) == wide.T
     assert wide.steps == prog.steps

@@ -69,9 +69,9 @@ class OpCall:
 
         Raises `KeyError` if the schema has no argument of that name.
 
-        >>> from fshard.ops.propagate.propagate import call_of
+        >>> from fshard.ops.propagate.propagate import call_and_tree
         >>> x = Meta((2, 3), torch.float32)
-        >>> call_of(torch.ops.aten.sum.dim_IntList, (x, [1]), {}).get("keepdim")
+        >>> call_and_tree(torch.ops.aten.sum.dim_IntList, (x, [1]), {})[0].get("keepdim")
         False
         """
         return argument(self.op, self.args, self.kwargs, name)

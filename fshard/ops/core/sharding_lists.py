@@ -27,10 +27,10 @@ def rule_from_shardings(call: OpCall, lines: Sequence[Line]) -> Rule:
     a dim of another line, or that both shards and takes unreduced operands.
 
     >>> import torch
-    >>> from fshard.ops.propagate.propagate import call_of
+    >>> from fshard.ops.propagate.propagate import call_and_tree
     >>> from fshard.ops.core.call import Meta
     >>> x = Meta((4, 8), torch.float32)
-    >>> call = call_of(torch.ops.aten.softmax.int, (x, 1), {})
+    >>> call, _ = call_and_tree(torch.ops.aten.softmax.int, (x, 1), {})
     >>> print(rule_from_shardings(call, [([0], [0])]))
     s0 ()->s0 ()
     """
