@@ -14,7 +14,7 @@ from contextlib import suppress
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from fshard._util.errors import Problem, ShardingError, did_you_mean, raise_if
+from fshard._util.errors import Problem, ShardingError, did_you_mean, fail, raise_if
 from fshard._util.text import plural
 
 Parameters = Mapping[str, inspect.Parameter]
@@ -49,16 +49,19 @@ CALL = "_fshard_call"
 ANY_CALL = "change the call, or the function's parameters"
 
 
-def check_call(
+def bind_call(
     where: str,
     signature: inspect.Signature,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     example: str = ANY_CALL,
-) -> None:
-    """Raise a `SignatureError` for a call that a user's function does not take.
+) -> inspect.BoundArguments:
+    """Bind the arguments of a call of a user's function.
 
-    >>> check_call("f", inspect.signature(lambda x, scale=1.0: x), (), {"scal": 2})
+    Raises:
+        SignatureError: for a call that the function does not take.
+
+    >>> bind_call("f", inspect.signature(lambda x, scale=1.0: x), (), {"scal": 2})
     Traceback (most recent call last):
     fshard._util.signatures.SignatureError: f
       given: missing a required argument: 'x'
@@ -66,8 +69,7 @@ def check_call(
       fix:   did you mean 'scale'?
     """
     try:
-        signature.bind(*args, **kwargs)
-        return
+        return signature.bind(*args, **kwargs)
     except TypeError as error:
         given = str(error)
     parameters = [p.replace(annotation=MISSING) for p in signature.parameters.values()]
@@ -75,7 +77,7 @@ def check_call(
     unknown = [name for name in kwargs if name not in signature.parameters]
     fix = did_you_mean(unknown[0], signature.parameters, example) if unknown else example
     rule = f"arguments must be those of the function, {shown}"
-    raise_if(where, [Problem(given, rule, fix)], kind=SignatureError)
+    fail(where, given, rule, fix, SignatureError)
 
 
 def public_name(fn: Callable[..., Any]) -> str:

@@ -12,7 +12,7 @@ import torch
 
 from fshard._torch.functorch import innermost_level, is_transformed
 from fshard._util.errors import Problem, ShardingError, fail
-from fshard._util.signatures import CALL, check_call
+from fshard._util.signatures import CALL, bind_call
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.sharded import Sharded
@@ -124,9 +124,7 @@ def bind(
     >>> bind(lambda x, scale=1.0, mask=None, *, sign=1: x, (0,), {"mask": 2, "sign": 3}, "f")
     ((0, 1.0, 2), {'sign': 3})
     """
-    signature = inspect.signature(fn)
-    check_call(where, signature, args, kwargs)
-    bound = signature.bind(*args, **kwargs)
+    bound = bind_call(where, inspect.signature(fn), args, kwargs)
     passed = {*bound.arguments}
     bound.apply_defaults()
     positional: list[Any] = []

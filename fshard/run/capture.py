@@ -434,13 +434,17 @@ class PausedTranspose:
         return _TransposeLaunch.apply(self, x)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _TransposeWait(torch.autograd.Function):
-    """Identity, whose backward waits for a paused transpose."""
+class _PausedIdentity(torch.autograd.Function):
+    """Identity, whose backward has a paused transpose."""
 
     @staticmethod
     def forward(ctx: Any, paused: PausedTranspose, x: torch.Tensor) -> torch.Tensor:
         ctx.paused = paused
         return x.view_as(x)
+
+
+class _TransposeWait(_PausedIdentity):
+    """Identity, whose backward waits for a paused transpose."""
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> tuple[None, torch.Tensor]:
@@ -449,13 +453,8 @@ class _TransposeWait(torch.autograd.Function):
         return None, finished(running)
 
 
-class _TransposeLaunch(torch.autograd.Function):
+class _TransposeLaunch(_PausedIdentity):
     """Identity, whose backward launches a transpose and pauses it."""
-
-    @staticmethod
-    def forward(ctx: Any, paused: PausedTranspose, x: torch.Tensor) -> torch.Tensor:
-        ctx.paused = paused
-        return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:

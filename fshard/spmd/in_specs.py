@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fshard._util.errors import fail
-from fshard._util.signatures import ANY_CALL, CALL, check_call
+from fshard._util.signatures import ANY_CALL, CALL, bind_call
 from fshard._util.text import type_name
 from fshard._util.tracebacks import runs_users_operation
 from fshard.layout.partition_spec import PartitionSpec
@@ -98,7 +98,7 @@ class ArgSignature:
     def check(self, where: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raise `SignatureError`, which is a TypeError too, for a call that does not fit."""
         if self.signature is not None:
-            check_call(where, self.signature, args, kwargs, self.example)
+            bind_call(where, self.signature, args, kwargs, self.example)
 
 
 def match_specs(

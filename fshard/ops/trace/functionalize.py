@@ -276,7 +276,8 @@ def check_writes(
                 if all(map(_is_hidden, used)):
                     differentiable |= _unshare(operand, node, graph.graph)
                 elif len(written) == 1 and not any(map(_is_hidden, used)):
-                    union = _detach_reads(operand, node, graph.graph)
+                    _detach_reads(operand, node, graph.graph)
+                    union = _NONE
             target = writes(node)[place]  # a copy, maybe
             read = union if node in differentiable and used else _NONE
             lost_here, root, hidden = _lost(target, node, read, sources, differentiable, used)
@@ -431,15 +432,14 @@ def _unshare(target: fx.Node, node: fx.Node, graph: fx.Graph) -> frozenset[fx.No
     return frozenset((copy,))
 
 
-def _detach_reads(target: fx.Node, node: fx.Node, graph: fx.Graph) -> frozenset[int]:
-    """Detach what `node` writes to memory that is read without gradients; return its sources."""
+def _detach_reads(target: fx.Node, node: fx.Node, graph: fx.Graph) -> None:
+    """Detach the operands that `node` writes to memory that is read without gradients."""
     with graph.inserting_before(node):
         for x in node.all_input_nodes:
             if x is not target and _is_inexact(x):
                 detached = graph.call_function(torch.ops.aten.detach.default, (x,))
                 detached.meta["val"] = x.meta["val"]
                 node.replace_input_with(x, detached)
-    return _NONE
 
 
 def _is_hidden(node: fx.Node) -> bool:
