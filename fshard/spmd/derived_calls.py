@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, TypeVar
 
@@ -22,6 +23,7 @@ from fshard._torch.autograd_state import (
     order_nodes,
 )
 from fshard._torch.functorch import forward_ad_level, make_duals, primal_of, unpack_duals
+from fshard._torch.saved_tensors import innermost_hooks
 from fshard._util.errors import fail
 from fshard.run.transports.base import backward_phase
 from fshard.run.transports.simulator import run_ranks
@@ -86,8 +88,11 @@ class DerivedCall(RankCall):
         # Tangents in graphs last no longer than their level, and go through recorded functions.
         record = record or (forward_ad_level() >= 0 and bool(root.forward or root.keeps_tangents))
 
+        collecting = root.saved.collecting if innermost_hooks() else nullcontext
+
         def run(rank: Any, xs: Locals) -> Graph:
-            with BoundAxes(scope.named_mesh, scope.bound_axes, scope.uneven_axes):
+            axes = BoundAxes(scope.named_mesh, scope.bound_axes, scope.uneven_axes)
+            with axes, collecting():
                 if record:  # a rank's graph begins here, not in the caller's
                     inputs, ys = self.graph(rank.index, tuple([x.detach() for x in xs]))
                     return inputs, tuple(map(primal_of, ys))

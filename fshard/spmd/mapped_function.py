@@ -329,6 +329,7 @@ class MappedCall:
         fn, check = self.function.fn, self.check_agreement
         with checkpoint_form():
             columns = map_ranks(self.scope, self.body, slots, flat, fn, check, share)
+        self.values = ()  # the call, which autograd keeps, must not keep its arguments
         returned = list(map(self.returned.__getitem__, mesh.ranks))
         return self.assemble(returned, columns, None)
 

@@ -8,16 +8,27 @@ beside values, under `vmap` on batches. Each rank's autograd graph is recorded, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from fshard._torch.autograd_state import HOOKED_MODULE, library_operation, nodes_behind
-from fshard._torch.functorch import has_tangent, run_with_tangents, transforms_active
+from fshard._torch.autograd_state import (
+    HOOKED_MODULE,
+    UNSAFE_VIEW,
+    library_operation,
+    nodes_behind,
+)
+from fshard._torch.functorch import (
+    has_tangent,
+    run_with_tangents,
+    transforms_active,
+    without_transforms,
+)
 from fshard._torch.memory import own_memory
+from fshard._torch.saved_tensors import SavedValues, innermost_hooks
 from fshard._util.dtypes import is_inexact
 from fshard._util.errors import fail
 from fshard.run.transports.simulator import run_ranks
@@ -136,6 +147,7 @@ class RecordedCall(RankCall):
         level: the innermost `grad` or `jvp` that runs at the call, 0 without one.
         hooks: gradient hooks in the function, shared by the calls on batches and tangents.
         transformed: True under a transform of `torch.func`; no tensor then repeats its memory.
+        saved: what the graphs of the ranks save, where hooks of saved tensors are active.
         graphs: every rank's graph, once it has run.
     """
 
@@ -154,6 +166,7 @@ class RecordedCall(RankCall):
     level: int = 0
     hooks: list[GradientHook] = field(default_factory=list)
     transformed: bool = False
+    saved: SavedValues = field(default_factory=SavedValues)
     graphs: list[Graph] | None = None
 
     @property
@@ -173,12 +186,18 @@ class RecordedCall(RankCall):
     def run(self, rows: Sequence[Locals], *, record: bool) -> list[Locals]:
         """Run the function on every rank."""
         tracked = [level is not None for level in self.levels]
+        is_hooked = innermost_hooks() is not None
 
         def run(rank: Any, xs: Locals) -> Graph:
             # A rank's graph begins at its inputs, which share memory with the caller's.
             owned = map(own_memory, xs) if self.transformed else xs
             leaves = tuple([leaf(x) if t else x for x, t in zip(owned, tracked, strict=True)])
-            return leaves, self.function(rank.rank, leaves)
+            if not is_hooked:
+                return leaves, self.function(rank.rank, leaves)
+            with self.saved.collecting():  # the ends of the graph are of no other use
+                ends = tuple([x if x.requires_grad else x.detach() for x in leaves])
+                ys = self.function(rank.rank, tuple([x.view_as(x) for x in ends]))
+                return ends, tuple([UNSAFE_VIEW(y, y.shape) for y in ys])
 
         with torch.set_grad_enabled(self.grad_mode or any(tracked)):
             self.graphs = run_ranks(self.scope.mesh, run, rows)
@@ -193,6 +212,18 @@ class RecordedCall(RankCall):
             call.primal = None  # no cycle of references keeps graphs
             call = primal
         return [ys for _, ys in self.graphs]
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Run, and make nodes, in the block; hooks of saved tensors free what graphs have of it."""
+        with self.saved.holding():
+            yield
+        if innermost_hooks() is None:
+            return
+        with without_transforms():
+            for xs, ys in self.any_graphs():
+                for x in (*xs[: len(xs) - len(self.closures)], *ys):  # closures are the caller's
+                    x.data = torch.empty((), dtype=x.dtype, device=x.device).expand(x.shape)
 
     def graph(self, index: int, xs: Locals) -> Graph:
         """Return the recorded graph."""

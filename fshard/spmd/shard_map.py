@@ -110,8 +110,10 @@ def shard_map(
     layouts of results and the collectives that `explain()` counts. Tensors of the function are
     arguments of the mapped function, not closures; `torch.func` transforms are taken in the body.
 
-    `torch.utils.checkpoint` in the body recomputes its part. Around a simulated call it recomputes
-    what is outside of the body, whose ranks keep their values; with `use_reentrant=True` all.
+    `torch.utils.checkpoint` in the body recomputes its part, around a call the call. The hooks of
+    saved tensors around a simulated call, as those of a checkpoint or of `save_on_cpu`, get the
+    arguments of the call and what the bodies of all ranks save, rank by rank. PyTorch refuses
+    `torch.func.grad`, `vjp`, `jacrev` and `hessian` under such hooks, and so in such a body.
 
     Under `torch.compile` a call on a rank is a part of the graph; simulated ranks run uncompiled,
     and so do calls with the checks "values" and "collectives". Sizes of plain tensors may be

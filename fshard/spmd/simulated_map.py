@@ -138,16 +138,17 @@ def map_ranks(
         return list(zip(*results, strict=True))
     levels = _innermost(_levels(_columns(slots, flat, mesh.size)))
     call = RecordedCall(scope, function, levels, lambda _: check_agreement())
-    results = call.run(rows, record=True)
-    if not any(y.requires_grad for ys in results for y in ys):
-        return list(zip(*results, strict=True))
-    assert call.graphs is not None
-    inputs, outputs = ([x for graph in call.graphs for x in graph[side]] for side in (0, 1))
-    call.closures = find_closure_inputs(fn, inputs, outputs)
-    if call.closures:
-        slots, flat = slots + tuple(map(share, call.closures)), flat + call.closures
-        call.graphs = [(xs + call.closures, ys) for xs, ys in call.graphs]
-    return _shards(_apply_node(call, Ends(slots), flat), mesh.size)
+    with call.recording():
+        results = call.run(rows, record=True)
+        if not any(y.requires_grad for ys in results for y in ys):
+            return list(zip(*results, strict=True))
+        assert call.graphs is not None
+        inputs, outputs = ([x for graph in call.graphs for x in graph[side]] for side in (0, 1))
+        call.closures = find_closure_inputs(fn, inputs, outputs)
+        if call.closures:
+            slots, flat = slots + tuple(map(share, call.closures)), flat + call.closures
+            call.graphs = [(xs + call.closures, ys) for xs, ys in call.graphs]
+        return _shards(_apply_node(call, Ends(slots), flat), mesh.size)
 
 
 def _map_transformed(
@@ -184,8 +185,10 @@ def _map_transformed(
         scope, function, _innermost(levels), check, grad_mode,
         level=level, hooks=hooks, transformed=True,
     )  # fmt: skip
-    results = _shards(_apply(call, Ends(slots), flat), scope.mesh.size)
+    with call.recording():
+        results = _shards(_apply(call, Ends(slots), flat), scope.mesh.size)
     check_backwards(where, nodes, leaves)
+    leaves.clear()  # the call, which autograd keeps, must not keep values
     return results
 
 
@@ -278,7 +281,8 @@ class _RankNode(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Locals) -> None:
         call, ends, *flat = inputs
         ctx.call, ctx.ends, ctx.level = call, ends, transform_level() or 0
-        ctx.save_for_backward(*flat)
+        ctx.handles, values = call.root.saved.references()
+        ctx.save_for_backward(*flat, *values)
         ctx.save_for_forward(*flat)
         if call.graphs is not None and not is_transformed():
             recorded = list(zip(*(ys for _, ys in call.graphs), strict=True))
@@ -308,14 +312,17 @@ class _RankNode(torch.autograd.Function):
         # Ranks share the graphs behind closures; other levels and orders share those of ranks.
         retain = keep_graph or is_transformed() or call is not root or bool(root.closures)
         # The root's values are those of its graphs; arguments may have been written since.
-        is_first = call is root and not (create_graph or is_transformed())
+        is_first = call is root and not (create_graph or is_transformed() or ctx.handles)
         saved = () if is_first else ctx.saved_tensors
+        num_inputs = len(saved) - len(ctx.handles)
+        saved, values = saved[:num_inputs], saved[num_inputs:]
 
         def gradients(cts: Sequence[torch.Tensor]) -> Locals:
             vjp = Vjp(call, width, needed, retain)
             return _apply(vjp, ends.transposed(needed, num_outputs), (*saved, *cts))
 
-        grads = iter(map_batch_elements(gradients, cts) if create_graph else gradients(cts))
+        with root.saved.holding(ctx.handles, values):
+            grads = iter(map_batch_elements(gradients, cts) if create_graph else gradients(cts))
         if not keep_graph:  # results must not keep arguments alive
             ctx.call = None
         return None, None, *(next(grads) if any(need) else None for need in needs for _ in need)
