@@ -64,7 +64,7 @@ def find_closure_inputs(
     reachable = {edge_of(x): x for x in _reachable_tensors(fn) if x.grad_fn is not None}
     while True:
         inputs = [edge for edge in _find_ends(roots, {*args, *reachable}) if edge not in args]
-        leaves = set(inputs)
+        leaves = {*inputs, *args}  # a function may keep what it has made of its arguments
         behind = {e: _find_ends(next_edges(e), leaves) for e in inputs if e in reachable}
         dependent = [edge for edge, reached in behind.items() if not leaves.isdisjoint(reached)]
         if not dependent:

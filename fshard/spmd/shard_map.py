@@ -112,8 +112,8 @@ def shard_map(
 
     `torch.utils.checkpoint` in the body recomputes its part, around a call the call. The hooks of
     saved tensors around a simulated call, as those of a checkpoint or of `save_on_cpu`, get the
-    arguments of the call and what the bodies of all ranks save, rank by rank. PyTorch refuses
-    `torch.func.grad`, `vjp`, `jacrev` and `hessian` under such hooks, and so in such a body.
+    arguments of the call and what the bodies of all ranks save. PyTorch refuses `torch.func.grad`,
+    `vjp`, `jacrev` and `hessian` under such hooks, and so in such a body.
 
     Under `torch.compile` a call on a rank is a part of the graph; simulated ranks run uncompiled,
     and so do calls with the checks "values" and "collectives". Sizes of plain tensors may be

@@ -235,6 +235,24 @@ def test_tensors_created_in_the_body_are_not_inputs() -> None:
     torch.testing.assert_close(grad, 2 * x.detach())
 
 
+@pytest.mark.parametrize("check", [True, False])
+def test_tensors_that_a_body_keeps_are_not_inputs(check: bool) -> None:
+    """As attention keeps its weights, and a model its auxiliary losses; in any number of calls."""
+    w, kept = reals(4).requires_grad_(), list[torch.Tensor]()
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        hidden = x * fs.pcast(w, "x", to="varying")
+        kept.extend((x, hidden))
+        return hidden.sin()
+
+    mapped = fs.shard_map(body, mesh=Mesh(x=2), in_specs=P("x"), out_specs=P("x"), check=check)
+    x = reals(2, 4, seed=1).requires_grad_()
+    expected = torch.autograd.grad((x * w).sin().sum(), (x, w))
+    for _ in range(2):
+        torch.testing.assert_close(torch.autograd.grad(mapped(x).sum(), (x, w)), expected)
+        torch.testing.assert_close(torch.func.grad(lambda x: mapped(x).sum())(x), expected[0])
+
+
 def test_closures_without_gradients() -> None:
     w = torch.ones(3, requires_grad=True)
     mapped = fs.shard_map(lambda v: v * w, mesh=MESH, in_specs=P("x"), out_specs=P("x"))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.checkpoint import (
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import (
     checkpoint,
     checkpoint_sequential,
     create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
 )
 
 import fshard as fs
@@ -20,6 +22,7 @@ from tests.helpers.spec_grid import random_global
 
 Function = Callable[..., torch.Tensor]
 F64 = torch.float64
+SHAPES = (4, 6), (6, 8), (8, 6)
 
 
 def keep_products(_: object, op: Any, *args: object, **kwargs: object) -> CheckpointPolicy:
@@ -48,10 +51,14 @@ def layer(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return torch.tanh(x @ w) @ v
 
 
+def varying(x: torch.Tensor, *ws: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return rows and weights, cast as strict checks require."""
+    return fs.pcast(x, "y", to="varying"), *(fs.pcast(w, "x", to="varying") for w in ws)
+
+
 def mapped_layer(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Multiply by columns of w and rows of v; casts are those that strict checks require."""
-    x, w, v = fs.pcast(x, "y", to="varying"), *(fs.pcast(t, "x", to="varying") for t in (w, v))
-    return fs.psum(layer(x, w, v), "y")
+    """Multiply by columns of w and rows of v."""
+    return fs.psum(layer(*varying(x, w, v)), "y")
 
 
 def twice(fn: Function, options: dict[str, Any], form: str) -> Function:
@@ -100,8 +107,7 @@ def functions(mesh: Mesh, options: dict[str, Any], form: str) -> dict[str, Funct
 
 def differentiated(fn: Function) -> list[torch.Tensor]:
     """Return the result of a function, and its gradients by `backward()`."""
-    shapes = (4, 6), (6, 8), (8, 6)
-    args = [(random_global(s, F64, i) / 8).requires_grad_() for i, s in enumerate(shapes)]
+    args = [(random_global(s, F64, i) / 8).requires_grad_() for i, s in enumerate(SHAPES)]
     out = fn(*args)
     (out**2).sum().backward()
     return [out.detach(), *(x.grad for x in args if x.grad is not None)]
@@ -115,3 +121,71 @@ def results(mesh: Mesh, name: str, form: str) -> dict[str, list[torch.Tensor]]:
         if form != "sequence" or key in ("use_reentrant", "preserve_rng_state")
     }
     return {key: differentiated(fn) for key, fn in functions(mesh, options, form).items()}
+
+
+def without_early_stop(fn: Function) -> Function:
+    """Return a checkpointed function whose second run comes to its end."""
+
+    def call(*args: torch.Tensor) -> torch.Tensor:
+        with set_checkpoint_early_stop(False):
+            out: torch.Tensor = checkpoint(fn, *args, use_reentrant=False)
+        return out
+
+    return call
+
+
+def checkpointed(fn: Function, **options: Any) -> Function:
+    return partial(checkpoint, fn, **{"use_reentrant": False, **options})
+
+
+AROUND: dict[str, Callable[[Function], Function]] = {
+    "nothing": lambda fn: fn,
+    "checkpoint": checkpointed,
+    "nested": lambda fn: checkpointed(checkpointed(fn)),
+    "no early stop": without_early_stop,
+    "policy": lambda fn: checkpointed(fn, **selective([torch.ops.aten.sin.default])),
+}
+"""Functions around a checkpointed one."""
+
+
+def kept_gradients() -> list[torch.Tensor]:
+    """Return the gradients of the function of `kept_by_call` on one device."""
+    args = [(random_global(s, F64, i) / 8).requires_grad_() for i, s in enumerate(SHAPES)]
+    out = layer(*(x.sin() for x in args)).sin()
+    return list(torch.autograd.grad(out.sum(), args))
+
+
+class KeptByCall(NamedTuple):
+    """What lives after a call of a mapped function, and runs of its body.
+
+    Attributes:
+        kept: arguments, intermediate values and results of bodies that live after the forward pass.
+        runs: bodies that have run on the ranks of this process, after each of the two passes.
+        gradients: of the arguments.
+    """
+
+    kept: int
+    runs: tuple[int, int]
+    gradients: list[torch.Tensor]
+
+
+def kept_by_call(mesh: Mesh, around: Callable[[Function], Function], check: bool) -> KeptByCall:
+    """Return what `around(f)` keeps of a mapped layer `f` between two other functions."""
+    references: list[weakref.ref[torch.Tensor]] = []
+
+    def body(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        x, w, v = varying(x, w, v)
+        y = x @ w
+        h = torch.tanh(y)
+        z = h @ v
+        references.extend(map(weakref.ref, (x, w, y, h, z)))
+        return fs.psum(z, "y")
+
+    mapped = fs.shard_map(
+        body, mesh=mesh, in_specs=(P("x"), P(None, "y"), P("y")), out_specs=P("x"), check=check
+    )
+    args = [(random_global(s, F64, i) / 8).requires_grad_() for i, s in enumerate(SHAPES)]
+    out = around(lambda x, w, v: mapped(x.sin(), w.sin(), v.sin()).sin())(*args)
+    kept, runs = sum(x() is not None for x in references), len(references) // 5
+    gradients = torch.autograd.grad(out.sum(), args)
+    return KeptByCall(kept, (runs, len(references) // 5), list(gradients))
