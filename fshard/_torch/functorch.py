@@ -428,6 +428,21 @@ def innermost_derivative() -> int:
     return max(_levels_of(_GRAD, _JVP), default=0)
 
 
+def levels_without_gradients() -> frozenset[int]:
+    """Return the levels outside of a running `grad` that began while the grad mode was off.
+
+    >>> with torch.no_grad():
+    ...     torch.func.vjp(lambda x: print(levels_without_gradients()) or x, torch.ones(()))[0]
+    frozenset({0})
+    tensor(1.)
+    """
+    levels = set[int]()
+    for item in torch._C._functorch.get_interpreter_stack() or ():
+        if item.key().value == _GRAD and not CGradInterpreterPtr(item).prevGradMode():
+            levels.update(range(item.level()))
+    return frozenset(levels)
+
+
 def is_vectorized() -> bool:
     """Return True if a `vmap` of `torch.func` runs, so that tensors may be batches."""
     return bool(_levels_of(_VMAP))

@@ -54,14 +54,19 @@ class DerivedCall(RankCall):
         """The recorded call that it is derived from."""
         return self.base.root
 
-    def check_differentiable(self) -> None:
-        """Raise `ShardingError` if derivatives of this derivative would be wrong.
+    def check_differentiable(self, level: int, needs: Sequence[int]) -> None:
+        """Raise `ShardingError` if gradients of this derivative for some inputs would be wrong.
 
         A second backward pass goes through a module's results and, for values that the first one
         saved, through its middle. A full backward hook is called once for the sum in PyTorch; here
         the two are apart.
         """
         where = "the second derivative of a mapped function"
+        if level in self.root.constant_at and any(i < self.base_width for i in needs):
+            fail(where, "a gradient by torch.func in torch.no_grad(), differentiated outside of it",
+                 "values that are differentiated must have a history; without one PyTorch "
+                 "differentiates the arguments that some operations save, and nothing else",
+                 "torch.func.vjp outside of no_grad()")  # fmt: skip
         graphs = [*(self.graphs or ()), *(self.root.graphs or ())]
         nodes = nodes_behind([y for _, ys in graphs for y in ys])
         if any(isinstance(node, ONCE_DIFFERENTIABLE) for node in nodes):

@@ -147,6 +147,7 @@ class RecordedCall(RankCall):
         level: the innermost `grad` or `jvp` that runs at the call, 0 without one.
         hooks: gradient hooks in the function, shared by the calls on batches and tangents.
         transformed: True under a transform of `torch.func`; no tensor then repeats its memory.
+        constant_at: levels at which its values are constants, for `no_grad` around a transform.
         saved: what the graphs of the ranks save, where hooks of saved tensors are active.
         graphs: every rank's graph, once it has run.
     """
@@ -166,6 +167,7 @@ class RecordedCall(RankCall):
     level: int = 0
     hooks: list[GradientHook] = field(default_factory=list)
     transformed: bool = False
+    constant_at: frozenset[int] = frozenset()
     saved: SavedValues = field(default_factory=SavedValues)
     graphs: list[Graph] | None = None
 

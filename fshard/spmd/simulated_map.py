@@ -20,6 +20,7 @@ from fshard._torch.functorch import (
     derivative_levels,
     innermost_derivative,
     is_transformed,
+    levels_without_gradients,
     make_duals,
     primal_of,
     transform_level,
@@ -183,7 +184,7 @@ def _map_transformed(
 
     call = RecordedCall(
         scope, function, _innermost(levels), check, grad_mode,
-        level=level, hooks=hooks, transformed=True,
+        level=level, hooks=hooks, transformed=True, constant_at=levels_without_gradients(),
     )  # fmt: skip
     with call.recording():
         results = _shards(_apply(call, Ends(slots), flat), scope.mesh.size)
@@ -302,11 +303,11 @@ class _RankNode(torch.autograd.Function):
             )
         root, ends, create_graph = call.root, ctx.ends, torch.is_grad_enabled()
         root.check_level(ctx.level)
-        if isinstance(call, DerivedCall):
-            call.check_differentiable()
         size, width = root.scope.mesh.size, len(ends.inputs)
         needs = _columns(ends.inputs, [runs_in_backward(x) for x, _ in ctx.next_functions], size)
         needed = tuple([i for i, need in enumerate(needs) if any(need)])
+        if isinstance(call, DerivedCall):
+            call.check_differentiable(ctx.level, needed)
         num_outputs = len(cts) // size if ends.outputs is None else len(ends.outputs)
         keep_graph = keeps_graph()
         # Ranks share the graphs behind closures; other levels and orders share those of ranks.

@@ -390,6 +390,28 @@ def test_the_fixes_of_refused_tangents_of_gradients_are_right() -> None:
         close(run(second, x), run(normalized_by_hand, x))
 
 
+def test_gradients_of_transforms_without_grad_mode_are_refused() -> None:
+    """PyTorch differentiates the arguments there, and takes what is computed of them as constant.
+
+    The derivative for the cotangent needs none of it.
+    """
+    mapped = fs.shard_map(torch.sin, mesh=MESH, in_specs=P("x"), out_specs=P("x"))
+    x = torch.linspace(0.5, 2.0, 4, dtype=torch.float64).requires_grad_()
+    ct = x.detach().cos().requires_grad_()
+    for f in (mapped, torch.sin):
+        with torch.no_grad():
+            _, pullback = vjp(f, x)
+        (gradient,) = pullback(ct)
+        close(gradient.detach(), (x.cos() * ct).detach())
+        close(torch.autograd.grad(gradient.sum(), ct, retain_graph=True)[0], x.cos().detach())
+    with torch.no_grad():
+        _, pullback = vjp(mapped, x)
+    with pytest.raises(ShardingError, match=r"torch.func.vjp outside of no_grad\(\)"):
+        torch.autograd.grad(pullback(ct)[0].sum(), x)
+    _, pullback = vjp(mapped, x)
+    close(torch.autograd.grad(pullback(ct)[0].sum(), x)[0], (-x.sin() * ct).detach())
+
+
 def test_hooks_of_gradients_with_tangents_are_refused() -> None:
     x = torch.linspace(0.5, 2.0, 4, dtype=torch.float64)
     mapped = fs.shard_map(hooked, mesh=MESH, in_specs=P("x"), out_specs=P("x"))
