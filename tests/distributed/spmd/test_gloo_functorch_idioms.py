@@ -1,4 +1,4 @@
-"""Idioms of PyTorch's own tests of `torch.func`, around functions on two gloo ranks."""
+"""Idioms of PyTorch's own tests of `torch.func` and checkpoints, on two gloo ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import fshard as fs
 from tests.helpers.gloo.harness import run_ranks
-from tests.helpers.spmd.derivatives import functorch_idioms
+from tests.helpers.spmd.derivatives import checkpoint_idioms, functorch_idioms
 from tests.helpers.spmd.derivatives.functorch_idioms import dense
 from tests.helpers.spmd.derivatives.gradient_features import MESH, mapped, partitioned
 
@@ -17,8 +17,9 @@ def differing() -> list[Any]:
     warnings.simplefilter("ignore")
     places = mapped(dense, True), partitioned(dense)
     linearized = functorch_idioms.differing_linearizations(True)
-    return [*map(functorch_idioms.differing, places), linearized]
+    idioms = functorch_idioms, checkpoint_idioms
+    return [*(module.differing(place) for module in idioms for place in places), linearized]
 
 
 def test_idioms_on_processes() -> None:
-    assert run_ranks(2, differing) == [[{}, {}, []]] * 2
+    assert run_ranks(2, differing) == [[{}, {}, {}, {}, []]] * 2
