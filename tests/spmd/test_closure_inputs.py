@@ -237,7 +237,7 @@ def test_tensors_created_in_the_body_are_not_inputs() -> None:
 
 @pytest.mark.parametrize("check", [True, False])
 def test_tensors_that_a_body_keeps_are_not_inputs(check: bool) -> None:
-    """As attention keeps its weights, and a model its auxiliary losses; in any number of calls."""
+    """Attention keeps its weights, and a model its auxiliary losses, in any number of calls."""
     w, kept = reals(4).requires_grad_(), list[torch.Tensor]()
 
     def body(x: torch.Tensor) -> torch.Tensor:

@@ -156,7 +156,7 @@ def kept_gradients() -> list[torch.Tensor]:
 
 
 class KeptByCall(NamedTuple):
-    """What lives after a call of a mapped function, and runs of its body.
+    """Tensors that live after a call of a mapped function, and runs of its body.
 
     Attributes:
         kept: arguments, intermediate values and results of bodies that live after the forward pass.

@@ -93,7 +93,7 @@ def dual_level(f: Function) -> Function:
     return call
 
 
-def inner_gradient(f: Function, **options: bool) -> Function:
+def inner_gradient(f: Function, **options: Any) -> Function:
     """Return a function of a result and of its gradient, as physics-informed losses are."""
 
     def call(x: Tensor, w: Tensor) -> Tensor:
