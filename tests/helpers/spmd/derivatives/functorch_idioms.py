@@ -285,6 +285,33 @@ def gradients_within(f: Fn) -> Any:
     return grad(penalty)(X)
 
 
+def neural_tangent_kernels(f: Fn) -> Any:
+    """Contract Jacobians, and compute the same kernel by products with them."""
+    jacobians = vmap(jacrev(f, 1), (0, None))(BATCH, W)
+
+    def products(x: Tensor, y: Tensor) -> Tensor:
+        pull = vjp(lambda w: f(x, w).sum(1), W)[1]
+        push = lambda ct: jvp(lambda w: f(y, w).sum(1), (W,), pull(ct))[1]  # noqa: E731
+        return vmap(push)(torch.eye(len(x), dtype=x.dtype))
+
+    kernels = vmap(vmap(products, (None, 0)), (0, None))(BATCH, BATCH.sin())
+    return torch.einsum("nifab,mjgab->nmijfg", jacobians, jacobians), kernels
+
+
+def norms_of_sample_gradients(f: Fn) -> Any:
+    sample = vmap(grad(total(f), 1), (0, None))
+    return grad(lambda w: sample(BATCH, w).flatten(1).norm(dim=1).sum())(W)
+
+
+def products_with_jacobians(f: Fn) -> Any:
+    """Multiply matrices by Jacobians, one product for each row or all at once."""
+    _, pull = vjp(lambda w: f(X, w), W)
+    rows = torch.stack([T, T.cumsum(0), -T])
+    push = lambda t: jvp(lambda w: f(X, w), (W,), (t,))[1]  # noqa: E731
+    directions = torch.stack([W, W.cos()])
+    return vmap(pull)(rows), [pull(row) for row in rows], vmap(push)(directions)
+
+
 IDIOMS: dict[str, Callable[[Fn], Any]] = {
     fn.__name__: fn
     for fn in (
@@ -292,7 +319,8 @@ IDIOMS: dict[str, Callable[[Fn], Any]] = {
         written, batch_dims, chunks, levels, random_draws, functional_modules,
         ensembles, meta_learning, products_with_hessians, third_derivatives, linearizations,
         unwrapped, complex_values, used_twice, in_inference_mode, of_autograd_functional,
-        batched_cotangents, gradients_within,
+        batched_cotangents, gradients_within, neural_tangent_kernels, norms_of_sample_gradients,
+        products_with_jacobians,
     )
 }  # fmt: skip
 
