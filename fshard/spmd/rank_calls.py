@@ -28,6 +28,7 @@ from fshard._torch.functorch import (
     without_transforms,
 )
 from fshard._torch.memory import own_memory
+from fshard._torch.modes import DisableTorchFunction
 from fshard._torch.saved_tensors import SavedValues, innermost_hooks
 from fshard._util.dtypes import is_inexact
 from fshard._util.errors import fail
@@ -190,19 +191,21 @@ class RecordedCall(RankCall):
         tracked = [level is not None for level in self.levels]
         is_hooked = innermost_hooks() is not None
 
-        def run(rank: Any, xs: Locals) -> Graph:
+        def run(rank: Any, xs: Locals) -> tuple[Graph, Locals]:
             # A rank's graph begins at its inputs, which share memory with the caller's.
             owned = map(own_memory, xs) if self.transformed else xs
             leaves = tuple([leaf(x) if t else x for x, t in zip(owned, tracked, strict=True)])
             if not is_hooked:
-                return leaves, self.function(rank.rank, leaves)
+                ys = self.function(rank.rank, leaves)
+                return (leaves, ys), ys
             with self.saved.collecting():  # the ends of the graph are of no other use
                 ends = tuple([x if x.requires_grad else x.detach() for x in leaves])
                 ys = self.function(rank.rank, tuple([x.view_as(x) for x in ends]))
-                return ends, tuple([UNSAFE_VIEW(y, y.shape) for y in ys])
+                return (ends, tuple([UNSAFE_VIEW(y, y.shape) for y in ys])), ys
 
         with torch.set_grad_enabled(self.grad_mode or any(tracked)):
-            self.graphs = run_ranks(self.scope.mesh, run, rows)
+            runs = run_ranks(self.scope.mesh, run, rows)
+        self.graphs = [graph for graph, _ in runs]
         self.check(self)
         if self.primal is not None:
             check_forward_mode(self.graphs)
@@ -213,7 +216,7 @@ class RecordedCall(RankCall):
             primal.graphs = [(xs[:width], ys[: len(ys) // 2]) for xs, ys in call.graphs]
             call.primal = None  # no cycle of references keeps graphs
             call = primal
-        return [ys for _, ys in self.graphs]
+        return [ys for _, ys in runs]
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -222,7 +225,7 @@ class RecordedCall(RankCall):
             yield
         if innermost_hooks() is None:
             return
-        with without_transforms():
+        with without_transforms(), DisableTorchFunction():
             for xs, ys in self.any_graphs():
                 for x in (*xs[: len(xs) - len(self.closures)], *ys):  # closures are the caller's
                     x.data = torch.empty((), dtype=x.dtype, device=x.device).expand(x.shape)

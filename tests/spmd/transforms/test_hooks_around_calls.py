@@ -210,6 +210,18 @@ def test_tensors_that_the_user_has_keep_their_values() -> None:
     torch.testing.assert_close(x.grad, torch.full((2, 3), 2.0))
 
 
+@pytest.mark.parametrize("check", [True, False])
+def test_results_without_gradients_are_the_ranks(check: bool) -> None:
+    double = fs.shard_map(
+        lambda x: 2 * x, mesh=MESH, in_specs=P("x"), out_specs=P("x"), check=check
+    )
+    pair = fs.shard(torch.arange(4.0), MESH, P("x"))
+    with graph.save_on_cpu():
+        results = double(torch.arange(4.0)), fs.unshard(double(pair))
+    for y in results:
+        torch.testing.assert_close(y, 2 * torch.arange(4.0))
+
+
 def test_gradients_of_what_leaves_a_body_otherwise_are_refused() -> None:
     seen: list[Tensor] = []
 
