@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -59,7 +59,7 @@ class SavedValues:
     """
 
     def __init__(self) -> None:
-        self.values: WeakKeyDictionary[SavedHandle, torch.Tensor] = WeakKeyDictionary()
+        self.values: MutableMapping[SavedHandle, torch.Tensor] = {}
 
     def collecting(self) -> AbstractContextManager[Any]:
         """Return a context whose operations save handles."""
@@ -81,6 +81,8 @@ class SavedValues:
 
     def references(self) -> tuple[list[ref[SavedHandle]], list[torch.Tensor]]:
         """Return references to the handles of all tensors, and these without their graphs."""
+        if not self.values:
+            return [], []
         pairs = [(ref(handle), x.detach()) for handle, x in self.values.items()]
         return [handle for handle, _ in pairs], [x for _, x in pairs]
 

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -220,15 +221,24 @@ class RecordedCall(RankCall):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Run, and make nodes, in the block; hooks of saved tensors free what graphs have of it."""
+        """Run and make nodes in the block; under hooks of saved tensors graphs keep no values."""
+        if innermost_hooks() is None:
+            yield
+            return
         with self.saved.holding():
             yield
-        if innermost_hooks() is None:
-            return
         with without_transforms(), DisableTorchFunction():
-            for xs, ys in self.any_graphs():
+            for xs, ys in chain.from_iterable(call.graphs or () for call in self.family()):
                 for x in (*xs[: len(xs) - len(self.closures)], *ys):  # closures are the caller's
                     x.data = torch.empty((), dtype=x.dtype, device=x.device).expand(x.shape)
+
+    def family(self) -> Iterator[RecordedCall]:
+        """Yield the call, and its forms on batches and with tangents."""
+        yield self
+        for batches in self.batches.values():
+            yield from batches.call.root.family()
+        for duals in self.forward.values():
+            yield from duals.call.root.family()
 
     def graph(self, index: int, xs: Locals) -> Graph:
         """Return the recorded graph."""
@@ -237,10 +247,7 @@ class RecordedCall(RankCall):
 
     def any_graphs(self) -> Sequence[Graph]:
         """Return its graphs, or those of its run on batches or with tangents."""
-        if self.graphs is not None:
-            return self.graphs
-        calls = *(b.call for b in self.batches.values()), *(d.call for d in self.forward.values())
-        return next((graphs for call in calls if (graphs := call.root.any_graphs())), ())
+        return next((call.graphs for call in self.family() if call.graphs), ())
 
     def check_level(self, level: int) -> None:
         """Raise `ShardingError` for hooks that a gradient of a level must not reach."""

@@ -9,6 +9,7 @@ graphs; so are tangents, and so derivatives of every order exist. Transforms of 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import chain, islice
 from typing import Any, NamedTuple, TypeVar
 
@@ -28,6 +29,7 @@ from fshard._torch.functorch import (
 )
 from fshard._torch.legacy_vmap import map_batch_elements
 from fshard._torch.memory import own_memory, unaliased_all
+from fshard._torch.saved_tensors import innermost_hooks
 from fshard._util.dtypes import is_inexact
 from fshard._util.tracebacks import hiding_frames
 from fshard.run.autograd.linear_function import is_differentiated
@@ -322,7 +324,8 @@ class _RankNode(torch.autograd.Function):
             vjp = Vjp(call, width, needed, retain)
             return _apply(vjp, ends.transposed(needed, num_outputs), (*saved, *cts))
 
-        with root.saved.holding(ctx.handles, values):
+        is_hooked = ctx.handles or innermost_hooks()
+        with root.saved.holding(ctx.handles, values) if is_hooked else nullcontext():
             grads = iter(map_batch_elements(gradients, cts) if create_graph else gradients(cts))
         if not keep_graph:  # results must not keep arguments alive
             ctx.call = None

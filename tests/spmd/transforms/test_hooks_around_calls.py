@@ -21,6 +21,7 @@ from tests.helpers.spmd.checkpoint_cases import (
     kept_gradients,
     without_early_stop,
 )
+from tests.helpers.tensor_memory import LiveBytes
 
 MESH = Mesh({"x": 2, "y": 2}, devices=(2, 0, 3, 1))
 F64 = torch.float64
@@ -159,6 +160,27 @@ def test_checkpoints_keep_nothing_of_a_call(name: str, check: bool) -> None:
     assert (kept == 0) == is_checkpointed
     assert runs == (MESH.size, (1 + is_checkpointed) * MESH.size)
     torch.testing.assert_close(gradients, kept_gradients(), rtol=0, atol=1e-10)
+
+
+def live_bytes(f: Function, x: Tensor, w: Tensor) -> int:
+    """Return the bytes that live after a call, without those of its arguments and result."""
+    with LiveBytes() as memory:
+        y = f(x, w)
+        torch.zeros(())  # updates the record
+    others = {z.untyped_storage()._cdata for z in (x, w, y)}
+    return sum(nbytes for key, (_, nbytes) in memory.live.items() if key not in others)
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, batched, tangents])
+def test_memory_of_a_checkpointed_call_is_freed(transform: Callable[[Function], Function]) -> None:
+    """The arguments and results of ranks are copies, of which graphs have the ends."""
+    x, w = (torch.randn(*s, dtype=F64).requires_grad_() for s in ((64, 96), (96, 128)))
+    body = lambda x, w: fs.psum(torch.tanh(x @ w) @ w.T, "y").sin()  # noqa: E731
+    mapped = fs.shard_map(body, mesh=MESH, in_specs=(P("x"), P(None, "y")), out_specs=P("x"))
+    between = lambda x, w: transform(mapped)(x.sin(), w).sin()  # noqa: E731
+    kept, freed = live_bytes(between, x, w), live_bytes(checkpointed(between), x, w)
+    assert kept > x.nbytes
+    assert freed < x.nbytes / 8
 
 
 def test_hooks_see_arguments_and_what_ranks_save() -> None:
