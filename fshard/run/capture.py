@@ -46,7 +46,7 @@ LINEAR_OPS = {
 """Operations that are linear in their tensor for all other arguments."""
 
 Start = Callable[[torch.Tensor], Generator[None, None, torch.Tensor]]
-"""Function of a generator that launches collectives, and then waits and returns the result."""
+"""Function of a generator that launches all collectives, and then returns the result."""
 
 TRANSPORT_NAMES = {
     "all_gather_into_tensor": "all_gather",
@@ -243,10 +243,13 @@ class _Compiler:
         return self.compiled(self.lines), self.compiled(self.lines_of_start())
 
     def lines_of_start(self) -> list[str]:
-        """Return the lines of a generator that pauses before it waits for the first time."""
+        """Return the lines of a generator that pauses before it waits for the last time.
+
+        Its launches are then in the order that those of the function have.
+        """
         waits = [i for i, line in enumerate(self.lines) if line.startswith("try: ")]
-        first = waits[0] if waits else len(self.lines) - 1
-        return [*self.lines[:first], "yield", *self.lines[first:]]
+        last = waits[-1] if waits else len(self.lines) - 1
+        return [*self.lines[:last], "yield", *self.lines[last:]]
 
     def compiled(self, lines: Sequence[str]) -> Any:
         """Return lines as a function of `x`."""
@@ -265,7 +268,7 @@ class Recording:
         function: the function that was recorded.
         transpose: its transpose, if it is linear.
         run: the recorded operations.
-        start: the same in two parts, up to the first wait and from there.
+        start: the same in two parts, up to the last wait and from there.
         is_linear: whether all operations are.
         is_identity: whether there are none.
         out: a meta tensor like the result.
@@ -363,24 +366,51 @@ def record(
     )
 
 
-def replay(recording: Recording, x: torch.Tensor) -> torch.Tensor:
-    """Replay a linear recording with its gradient."""
-    out: torch.Tensor = _Replay.apply(recording, x)  # type: ignore[no-untyped-call]
-    return out
+def replay(recordings: Sequence[Recording], xs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Replay recordings, as one node of autograd if a tensor requires grad; these are linear.
+
+    Collectives of all are under way together, forward and backward. They are launched in the order
+    in which those of single functions are, backward in the reverse one.
+    """
+    if torch.is_grad_enabled() and any([x.requires_grad for x in xs]):  # noqa: C419 - one frame
+        results: Sequence[torch.Tensor] = _Replay.apply(recordings, *xs)  # type: ignore[no-untyped-call]
+        return results
+    return _run_together(recordings, xs)
+
+
+def _run_together(
+    recordings: Sequence[Recording], xs: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    if len(xs) == 1:
+        return (recordings[0].run(xs[0]),)
+    running = [recording.start(x) for recording, x in zip(recordings, xs, strict=True)]
+    for start in running:
+        next(start)
+    return tuple(map(_finished, running))
 
 
 class _Replay(torch.autograd.Function):
-    """Forward replays a recording, backward its transpose."""
+    """Forward replays recordings, backward their transposes."""
 
     @staticmethod
-    def forward(ctx: Any, recording: Recording, x: torch.Tensor) -> torch.Tensor:
-        ctx.recording = recording
-        y = recording.run(x)
-        return y.view_as(y) if y is x else y
+    def forward(
+        ctx: Any, recordings: Sequence[Recording], *xs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.recordings = recordings
+        ctx.set_materialize_grads(False)
+        ys = _run_together(recordings, xs)
+        ctx.mark_non_differentiable(
+            *[y for x, y in zip(xs, ys, strict=True) if not x.requires_grad]
+        )
+        return ys
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
-        return None, finished(_transposed(ctx.recording, grad))
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        running = [
+            None if grad is None else _transposed(recording, grad)
+            for recording, grad in zip(reversed(ctx.recordings), reversed(grads), strict=True)
+        ]
+        return None, *reversed([None if start is None else _finished(start) for start in running])
 
 
 def _transposed(
@@ -395,13 +425,13 @@ def _transposed(
     if not transposed.is_identity:
         grad = materialized(grad)  # as when it was recorded
     if torch.is_grad_enabled() and grad.requires_grad:
-        return replay(transposed, grad)
+        return replay((transposed,), (grad,))[0]
     running = transposed.start(grad)
     next(running)
     return running
 
 
-def finished(running: torch.Tensor | Generator[None, None, torch.Tensor]) -> torch.Tensor:
+def _finished(running: torch.Tensor | Generator[None, None, torch.Tensor]) -> torch.Tensor:
     """Return the result of what `_transposed` returns."""
     if isinstance(running, torch.Tensor):
         return running
@@ -411,52 +441,3 @@ def finished(running: torch.Tensor | Generator[None, None, torch.Tensor]) -> tor
         result: torch.Tensor = end.value
         return result
     raise AssertionError
-
-
-class PausedTranspose:
-    """Transpose of an identity, launched by one node of a backward pass and waited for by another.
-
-    Autograd runs the node that was created last first. Functions that are applied between the two
-    are transposed while the collectives of this one run.
-    """
-
-    __slots__ = ("recording", "running")
-
-    def __init__(self, recording: Recording) -> None:
-        self.recording = recording
-
-    def wait_for(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `x`; backward, wait for the transpose."""
-        return _TransposeWait.apply(self, x)  # type: ignore[no-any-return, no-untyped-call]
-
-    def launch(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `x`; backward, launch the transpose."""
-        return _TransposeLaunch.apply(self, x)  # type: ignore[no-any-return, no-untyped-call]
-
-
-class _PausedIdentity(torch.autograd.Function):
-    """Identity, whose backward has a paused transpose."""
-
-    @staticmethod
-    def forward(ctx: Any, paused: PausedTranspose, x: torch.Tensor) -> torch.Tensor:
-        ctx.paused = paused
-        return x.view_as(x)
-
-
-class _TransposeWait(_PausedIdentity):
-    """Identity, whose backward waits for a paused transpose."""
-
-    @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> tuple[None, torch.Tensor]:
-        running = ctx.paused.running
-        del ctx.paused.running
-        return None, finished(running)
-
-
-class _TransposeLaunch(_PausedIdentity):
-    """Identity, whose backward launches a transpose and pauses it."""
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
-        ctx.paused.running = _transposed(ctx.paused.recording, grad)
-        return None, grad

@@ -27,7 +27,7 @@ from fshard.run.autograd.linear_function import (
     apply_programs,
     are_linear,
 )
-from fshard.run.capture import PausedTranspose, Recording, Recordings, record, replay
+from fshard.run.capture import Recording, Recordings, record, replay
 from fshard.run.graphs.graph_node import graph_node
 from fshard.run.interpreter import launch, program_label, ranks_of
 from fshard.run.transports.base import (
@@ -208,7 +208,7 @@ def _run_local(prog: Program, local: torch.Tensor, async_op: bool) -> Any:
     """
     recorded = None if async_op else _recording_of(prog, local)
     if recorded is not None:
-        return _replayed(recorded, local)
+        return replay((recorded,), (local,))[0]
     label = program_label(prog)
     where = label.name
     transport = current_transport() or current_rank(label.mesh, where)
@@ -247,33 +247,21 @@ def _run_local(prog: Program, local: torch.Tensor, async_op: bool) -> Any:
 def run_programs(progs: Sequence[Program | None], locals_: Sequence[torch.Tensor]) -> list[Any]:
     """Run programs on this rank's locals; a local without a program stays as it is.
 
-    Backward, the transposes of programs that send nothing forward are under way together, and with
-    those of the others: the sums of weights' gradients while halos are exchanged.
+    If all are recorded, their collectives are under way together, and backward those of their
+    transposes: the sums of weights' gradients while halos are exchanged.
     """
     results: list[Any] = list(locals_)
-    recordings, paused = dict[int, Recording](), dict[int, PausedTranspose]()
-    several, is_plain = len(progs) > progs.count(None) + 1, current_tracker_hook.call() is None
-    for i, (prog, x) in enumerate(zip(progs, locals_, strict=True)):
-        recorded = _recording_of(prog, x) if is_plain and prog is not None else None
-        if recorded is None:
-            continue
-        recordings[i] = recorded
-        if several and recorded.is_identity and x.requires_grad and torch.is_grad_enabled():
-            paused[i] = PausedTranspose(recorded)
-            results[i] = paused[i].wait_for(x)
-    for i, (prog, x) in enumerate(zip(progs, locals_, strict=True)):
-        if i in recordings and i not in paused:
-            results[i] = _replayed(recordings[i], x)
-        elif prog is not None and i not in paused:
-            results[i] = prog(x)
-    for i, transpose in paused.items():
-        results[i] = transpose.launch(results[i])
+    rows = [(i, prog, locals_[i]) for i, prog in enumerate(progs) if prog is not None]
+    recordings = []
+    if rows and current_tracker_hook.call() is None:
+        recordings = [r for _, prog, x in rows if (r := _recording_of(prog, x)) is not None]
+    if not rows or len(recordings) < len(rows):
+        outputs: Sequence[Any] = [prog(x) for _, prog, x in rows]
+    else:
+        outputs = replay(recordings, [x for _, _, x in rows])
+    for (i, _, _), output in zip(rows, outputs, strict=True):
+        results[i] = output
     return results
-
-
-def _replayed(recorded: Recording, x: torch.Tensor) -> torch.Tensor:
-    needs_grad = x.requires_grad and torch.is_grad_enabled()
-    return replay(recorded, x) if needs_grad else recorded.run(x)
 
 
 _RECORDINGS = Recordings()

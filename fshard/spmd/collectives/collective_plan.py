@@ -134,9 +134,7 @@ def collective(
                 if key is not None and type(value) in TENSOR_TYPES:
                     recorded = _recording(key, make_plan, value, args, kwargs, bound)
                     if recorded is not None:
-                        needs_grad = value.requires_grad and torch.is_grad_enabled()
-                        result: Any = replay(recorded, value) if needs_grad else recorded.run(value)
-                        return result  # type: ignore[no-any-return]
+                        return replay((recorded,), (value,))[0]  # type: ignore[return-value]
                 return launch_collective(_cached_plan(key, make_plan, args, kwargs), x)()
             except TypeError as error:
                 explain_binding(error, run, (x, *args), kwargs)
