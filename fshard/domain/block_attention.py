@@ -213,8 +213,12 @@ NEGLIGIBLE = 40.0
 def merge_attended(a: Attended, b: Attended) -> Attended:
     """Return outputs and log-sum-exps over two disjoint blocks of keys.
 
-    Log-sum-exps of -inf, of rows without keys, have finite bounds, so that derivatives exist.
+    Log-sum-exps of -inf are those of rows without keys. Where derivatives are taken, they have
+    finite bounds, so that these exist.
     """
+    if not torch.is_grad_enabled():
+        share = (b[1] - a[1]).sigmoid_().nan_to_num_(0.0)  # of -inf and -inf
+        return torch.lerp(a[0], b[0], share.unsqueeze(-1)), torch.logaddexp(a[1], b[1])
     least = torch.finfo(a[1].dtype).min
     floor = torch.maximum(a[1], b[1]).detach().clamp_min(least) - NEGLIGIBLE
     first, second = a[1].clamp_min(floor), b[1].clamp_min(floor)

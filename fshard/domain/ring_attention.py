@@ -75,7 +75,7 @@ class RingAttention:
         def run(xs: tuple[Tensor, ...]) -> Attended:
             k, v, *operands = xs
             return fold_on(ring, init, self.step, merge_attended, (k, v), tuple(operands),
-                           self.pull, reads_result=True)  # fmt: skip
+                           self.pull, reads_result=True, starts_with_part=True)  # fmt: skip
 
         operands = (q,) if mask is None else (q, mask)
         out, _ = run_typed(NAME, self.axes, run, (k, v, *operands))
@@ -88,9 +88,9 @@ class RingAttention:
         total: Attended | None = None
         key, value = (_for_heads(x, q) for x in block)
         for piece in self.pieces(index):
-            rows, columns = slice(*piece.rows), slice(*piece.columns)
+            rows, columns = piece.rows, piece.columns
             part = self.attention.forward(
-                q[..., rows, :], key[..., columns, :], value[..., columns, :],
+                _rows_of(q, rows), _rows_of(key, columns), _rows_of(value, columns),
                 self.part_of(mask, piece, index), piece,
             )  # fmt: skip
             padded = _padded(part, piece.rows, q.shape[-2])
@@ -107,10 +107,10 @@ class RingAttention:
         dmask = torch.zeros_like(mask) if of_mask and mask is not None else None
         total: list[Tensor] | None = None
         for piece in self.pieces(index):
-            rows, columns = slice(*piece.rows), slice(*piece.columns)
+            rows, columns = piece.rows, piece.columns
             *grads_of, of_bias = self.attention.backward(
-                grads[0][..., rows, :], result[0][..., rows, :], result[1][..., rows],
-                q[..., rows, :], key[..., columns, :], value[..., columns, :],
+                _rows_of(grads[0], rows), _rows_of(result[0], rows), _rows_of(result[1], rows, -1),
+                _rows_of(q, rows), _rows_of(key, columns), _rows_of(value, columns),
                 self.part_of(mask, piece, index), piece, of_mask,
             )  # fmt: skip
             if dmask is not None and of_bias is not None:
@@ -191,6 +191,12 @@ def _padded(part: Attended, rows: Interval, n: int) -> Attended:
     before, after = rows[0], n - rows[1]
     out = torch.nn.functional.pad(out, (0, 0, before, after))
     return out, torch.nn.functional.pad(lse, (before, after), value=-torch.inf)
+
+
+def _rows_of(x: Tensor, rows: Interval, dim: int = -2) -> Tensor:
+    """Return a view of some rows of a tensor, itself if they are all."""
+    size = rows[1] - rows[0]
+    return x if size == x.shape[dim] else x.narrow(dim, rows[0], size)
 
 
 def _extended(x: Tensor, rows: Interval, n: int) -> Tensor:

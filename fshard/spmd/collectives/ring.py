@@ -10,10 +10,12 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 
+from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import fail
 from fshard._util.text import plural
 from fshard.layout.mesh import Mesh
@@ -59,7 +61,7 @@ class Ring:
         with labelled(self.label):
             for flat, rows in zip(flats, shapes, strict=True):
                 sizes = rows and tuple((torch.Size([_total(row)]),) for row in rows)
-                op = PermuteOp(self.mesh, self.axes, self._perm(by), sizes)
+                op = _rotation(self.mesh, self.axes, by, sizes)
                 waits.append(launch_linear(op, (flat,), self.name))
         source = (self.index - by) % self.n
         arriving = [
@@ -74,14 +76,11 @@ class Ring:
         with labelled(self.label):
             for indices in _by_dtype(xs):
                 shapes = self._shapes(xs, indices, age, None)
-                op = PermuteOp(self.mesh, self.axes, self._perm(by), shapes)
+                op = _rotation(self.mesh, self.axes, by, shapes)
                 ys = apply_linear(op, tuple(xs[i] for i in indices), False)
                 for i, y in zip(indices, ys, strict=True):
                     results[i] = y
         return lambda: tuple(results)
-
-    def _perm(self, by: int) -> tuple[tuple[int, int], ...]:
-        return tuple((i, (i + by) % self.n) for i in range(self.n))
 
     def _shapes(
         self, xs: Tensors, indices: Sequence[int], age: int, leaves: Sequence[int] | None
@@ -95,6 +94,15 @@ class Ring:
         numbers = [i if leaves is None else leaves[i] for i in indices]
         rows = (self.shapes[(i - age) % self.n] for i in range(self.n))
         return tuple(tuple(row[leaf] for leaf in numbers) for row in rows)
+
+
+@lru_cache(maxsize=CACHE_SIZE)
+def _rotation(
+    mesh: Mesh, axes: tuple[str, ...], by: int, shapes: tuple[tuple[torch.Size, ...], ...] | None
+) -> PermuteOp:
+    """Return the permutation that sends each index's tensors, of these shapes, `by` places on."""
+    n = mesh.axis_size(axes)
+    return PermuteOp(mesh, axes, tuple((i, (i + by) % n) for i in range(n)), shapes)
 
 
 class Leaves(tuple[torch.Tensor, ...]):  # noqa: SLOT001 - tuples have no slots

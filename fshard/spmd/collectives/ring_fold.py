@@ -118,20 +118,22 @@ def ring_fold(
 
 def fold_on(
     ring: Ring, init: Acc, step: Step, merge: Merge, blocks: Block, operands: tuple[Any, ...],
-    pull: Pull | None = None, *, reads_result: bool = False,
+    pull: Pull | None = None, *, reads_result: bool = False, starts_with_part: bool = False,
 ) -> Acc:  # fmt: skip
     """Fold over the blocks of a ring, without types and checks of closures.
 
-    Arguments are those of `ring_fold`; the result is saved only if `pull` reads it.
+    Arguments are those of `ring_fold`; the result is saved only if `pull` reads it. With a `pull`,
+    a fold may start with its first part, which is not merged with `init`.
     """
     reads_result |= pull is None
-    fold, xs = _fold_of(ring, init, step, merge, blocks, operands, pull, reads_result, False)
+    fold, xs = _fold_of(ring, init, step, merge, blocks, operands, pull, reads_result, False,
+                        starts_with_part)  # fmt: skip
     return unflatten(fold.init_tree, fold.run(xs))  # type: ignore[no-any-return]
 
 
 def _fold_of(
     ring: Ring, init: Any, step: Step, merge: Merge, blocks: Block, operands: tuple[Any, ...],
-    pull: Pull | None, reads_result: bool, checks_closure: bool,
+    pull: Pull | None, reads_result: bool, checks_closure: bool, starts_with_part: bool = False,
 ) -> tuple[RingFold, Tensors]:  # fmt: skip
     """Return a fold, and the leaves of its arguments."""
     (first, init_tree), (second, block_tree), (others, operand_tree) = map(
@@ -139,7 +141,7 @@ def _fold_of(
     )
     counts = len(first), len(second)
     fold = RingFold(ring, step, merge, pull, init_tree, block_tree, operand_tree, counts,
-                    reads_result, checks_closure)  # fmt: skip
+                    reads_result, checks_closure, starts_with_part)  # fmt: skip
     return fold, (*(x.detach() for x in first), *second, *others)
 
 
@@ -176,6 +178,7 @@ class RingFold:
     counts: tuple[int, int]
     reads_result: bool
     checks_closure: bool
+    starts_with_part: bool
 
     def split(self, xs: Sequence[Any]) -> tuple[Tensors, Tensors, Tensors]:
         """Return the leaves of `init`, of the block and of the operands."""
@@ -224,7 +227,7 @@ class RingFold:
     def fold(self, xs: Tensors, send: Send, saved: list[Any] | None = None) -> Tensors:
         """Return the fold; append to `saved` what is merged with the part of each step."""
         init, block, operands = self.split(xs)
-        acc, ring = init, self.ring
+        acc, ring = None if self.starts_with_part else init, self.ring
         for k in range(ring.n):
             finish = send(block, 1, k) if k + 1 < ring.n else None
             merged = self.merged(acc, block, k, operands)
@@ -232,9 +235,11 @@ class RingFold:
                 saved.append(None if merged is None else acc)
             acc = acc if merged is None else merged
             block = block if finish is None else finish()
-        return acc
+        return init if acc is None else acc
 
-    def merged(self, acc: Tensors, block: Tensors, k: int, operands: Tensors) -> Tensors | None:
+    def merged(
+        self, acc: Tensors | None, block: Tensors, k: int, operands: Tensors
+    ) -> Tensors | None:
         """Return `acc` merged with the part of the block of step k, None if that adds nothing."""
         index = (self.ring.index - k) % self.ring.n
         part = self.step(
@@ -242,7 +247,8 @@ class RingFold:
         )
         if part is None:
             return None
-        leaves, treedef = flatten(self.merge(unflatten(self.init_tree, acc), part))
+        merged = part if acc is None else self.merge(unflatten(self.init_tree, acc), part)
+        leaves, treedef = flatten(merged)
         if treedef != self.init_tree:
             fail(NAME, f"merge returned {treedef}", f"it must return a tree like init, "
                  f"{self.init_tree}", "the same structure from merge and in init")  # fmt: skip
