@@ -60,7 +60,8 @@ class RankContext:
     @property
     def has_empty(self) -> bool:
         """True if some rank, not only this one, has an empty shard of an operand."""
-        return any(sizes is not None and 0 in sizes for s in self.operands for sizes in s.sizes)
+        shards = [sizes for s in self.operands for sizes in (s.shape, *s.sizes)]
+        return any(sizes is not None and 0 in sizes for sizes in shards)
 
     def is_unsharded(self, operand: int, dim: int) -> bool:
         """Return True if no axis shards the dim of an operand."""

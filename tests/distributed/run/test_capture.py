@@ -398,6 +398,43 @@ def test_replayed_programs_agree_with_the_simulation(mesh: Mesh, every: int) -> 
                         torch.testing.assert_close(result, want[rank], msg=str(progs[i]))
 
 
+def run_together(mesh: Mesh) -> None:
+    """Compare programs of one call, of which the first ones are not recorded, with single ones."""
+    fs.init(mesh)
+    x = Spec(mesh, P("x"), shape=(4, 3), dtype=F64)
+    full, partial_ = x.replace(partition=P()), x.replace(partition=P(unreduced={"x"}))
+    ends = (x, full), (full, full.replace(partition=P(reduced={"x"}))), (partial_, x), (x, full)
+    progs = [*(fs.redistribute(*pair) for pair in ends), None]
+    like = [*(prog.src if prog else full for prog in progs)]
+    for _ in range(4):
+        xs = [
+            random_global(spec.local_shape(dist.get_rank()), F64, dist.get_rank() + i)
+            for i, spec in enumerate(like)
+        ]
+        for i, value in enumerate(xs):
+            value.requires_grad_(i != 3)
+        ys = execute.run_programs(progs, xs)
+        right = [prog(value) if prog else value for prog, value in zip(progs, xs, strict=True)]
+        torch.testing.assert_close(ys, right)
+        assert [y.requires_grad for y in ys] == [True, True, True, False, True]
+        first, second = (
+            torch.autograd.grad(sum((y**3).sum() for y in some), xs[:3], create_graph=True)
+            for some in (ys, right)
+        )
+        torch.testing.assert_close(first, second)
+        higher = [
+            torch.autograd.grad(sum((g**2).sum() for g in grads), xs[:3])
+            for grads in (first, second)
+        ]
+        torch.testing.assert_close(*higher)
+        (unused,) = torch.autograd.grad(ys[0].sum(), xs[1:2], allow_unused=True)
+        assert unused is None
+
+
+def test_programs_of_one_call_have_the_values_and_gradients_of_single_ones() -> None:
+    run_ranks(2, run_together, Mesh(x=2))
+
+
 def share_nothing(mesh: Mesh) -> None:
     """Run mapped functions and conversions repeatedly, writing into their arguments and results."""
     fs.init(mesh)

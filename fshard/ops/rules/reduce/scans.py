@@ -40,8 +40,8 @@ def along_dim(call: OpCall) -> Rule:
     x = call.operands[0]
     dim = wrap_dim(call.get("dim"), x.ndim)
     if base_name(call.op) == "diff" and call.get("n") == 0:
-        dims = dim_factors(x.ndim)
-        return Rule((dims,) * len(call.operands), (dims,), modes=all_modes(0))
+        return Rule(tuple(_dims(meta, x, dim) for meta in call.operands), (dim_factors(x.ndim),),
+                    modes=all_modes(0))  # fmt: skip
     return Rule(tuple(_dims(meta, x, dim) for meta in call.operands),
                 tuple(meta and _dims(meta, x, dim) for meta in call.results),
                 unsharded=_unsharded(x.ndim, (dim,)), modes=_modes(call))  # fmt: skip

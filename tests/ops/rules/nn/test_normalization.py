@@ -80,6 +80,17 @@ def test_rule_text_of_a_gradient_without_a_cpu_kernel() -> None:
     )
 
 
+@pytest.mark.parametrize("partition", [P(), P(None, "x")], ids=str)
+def test_norms_of_empty_batches_have_gradients(partition: P) -> None:
+    x = torch.zeros(0, 4, dtype=torch.float64, requires_grad=True)
+    scale, shift = (torch.ones(4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    pair = fs.shard(x, Mesh(x=2), partition)
+    y = fs.unshard(fs.on_pairs(F.group_norm, mode="auto")(pair, 2, scale, shift))
+    assert torch.equal(y, F.group_norm(x, 2, scale, shift))
+    gradients = torch.autograd.grad(y.sum(), (x, scale, shift))
+    torch.testing.assert_close(gradients, tuple(map(torch.zeros_like, (x, scale, shift))))
+
+
 def test_running_statistics_are_not_written() -> None:
     mesh, full, (mean, var) = fs.Mesh(x=2), positive(4, 2), running(2)
     x = fs.shard(full, fs.Spec(mesh, fs.P(None, "x"), shape=(4, 2), dtype=torch.float64))

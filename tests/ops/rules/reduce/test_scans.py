@@ -142,6 +142,11 @@ def test_scans_of_sharded_dims_send_block_ends_only(name: str) -> None:
         )
 
 
+def test_differences_of_order_zero_leave_out_what_is_put_before_and_after() -> None:
+    x, before, after = positive(4, 3), positive(1, 3), positive(2, 3)
+    assert check_call(aten.diff.default, x, 0, 0, before, after) == []
+
+
 @pytest.mark.parametrize("name", [name for name in SCANNED if "diff" not in name])
 @pytest.mark.parametrize("sizes", [(100, 0, 151, 5), (0, 255, 1, 0)])
 def test_scans_of_uneven_shards_gather_their_ends(name: str, sizes: tuple[int, ...]) -> None:
