@@ -12,6 +12,18 @@
 - `neighbours`: nearest neighbours, and all within a radius.
 - `load_balance`: shard sizes of equal weight; `weighted_moments`: weighted mean and variance.
 - `ring_layouts`: layouts of operands that stay and of those that move.
+
+Windowed operations of PyTorch that gather sharded spatial dims, on pairs and in `fs.partition`:
+
+| operation                              | why                                                |
+|----------------------------------------|----------------------------------------------------|
+| `max_unpool1d`, `2d`, `3d`             | indices may name any position of a plane           |
+| `fractional_max_pool2d`, `3d`          | the places of windows are drawn                    |
+| `grid_sample`                          | the positions that are read are values             |
+| `torch.istft`                          | PyTorch checks the sums of its windows by value    |
+| `avg_pool1d`, `2d`, `3d` of integers   | rounded averages cannot be corrected at the ends   |
+
+Batch and channels of their operands may be sharded.
 """
 
 from __future__ import annotations

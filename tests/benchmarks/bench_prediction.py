@@ -28,6 +28,7 @@ import fshard as fs
 from fshard import Mesh, P, Spec
 from fshard.show.table import Column, Table
 from tests.helpers.gloo.harness import close_all, run_ranks
+from tests.helpers.gloo.rounds import bind_to_core
 
 RANKS, ROUNDS, SECONDS = 4, 15, 0.02
 LINE, GRID = Mesh(x=4), Mesh(x=2, y=2)
@@ -126,13 +127,6 @@ def timed(runs: Sequence[Callable[[], object]]) -> list[list[float]]:
             row[i] = seconds(runs[i], repeats[i])
         rounds.append(row)
     return rounds
-
-
-def bind_to_core(rank: int) -> None:
-    """Bind all threads of this process, and those that they start, to one of its CPU cores."""
-    cores = sorted(os.sched_getaffinity(0))
-    for thread in os.listdir("/proc/self/task"):
-        os.sched_setaffinity(int(thread), {cores[rank % len(cores)]})
 
 
 def measured(kind: str) -> tuple[list[Case], list[list[float]], str]:

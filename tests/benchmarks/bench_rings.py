@@ -1,19 +1,17 @@
 """Ring attention on gloo ranks, beside a ring by hand and a gather of the keys; and its memory.
 
 `python -m tests.benchmarks.bench_rings` prints seconds of a forward and backward pass of attention
-whose sequence is sharded over 4 ranks, each contender once in every round, and the median of the
-ratios to the ring by hand, and of the CPU seconds of all ranks, which other load of the machine
-changes less. `--memory` prints the peak bytes of live tensors of a rank, for lengths
-up to 65,536 and several numbers of ranks, for the ring and for the gather: those of the ring are in
-proportion to a rank's share. Memory within PyTorch's kernels is not counted.
+whose sequence is sharded over 4 ranks, and the median of the ratios to the ring by hand, and of the
+CPU seconds of all ranks (`tests/helpers/gloo/rounds`). `--memory` prints the peak bytes of live
+tensors of a rank, for lengths up to 65,536 and several numbers of ranks, for the ring and for the
+gather: those of the ring are in proportion to a rank's share. Memory within PyTorch's kernels is
+not counted.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -26,11 +24,10 @@ from torch import Tensor
 import fshard as fs
 from fshard import Mesh, P
 from tests.helpers.gloo.harness import close_all, run_ranks
-from tests.helpers.gloo.rounds import rotations
+from tests.helpers.gloo.rounds import summaries, time_passes
 from tests.helpers.tensor_memory import LiveBytes
 
 RANKS, LENGTH, HEADS, WIDTH, ROUNDS = 4, 4096, 2, 32, 40
-GOAL = 1.1
 aten = torch.ops.aten
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -41,13 +38,14 @@ class RingByHand(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         block, n = torch.stack([k, v]), dist.get_world_size()
-        out, lse = torch.zeros_like(q), q.new_full(q.shape[:-1], -torch.inf)
         for step in range(n):
             waiting = exchange(block, 1) if step + 1 < n else None
             part, part_lse = aten._scaled_dot_product_flash_attention_for_cpu(q, *block)
-            total = torch.logaddexp(lse, part_lse)
-            shares = [(x - total).exp().unsqueeze(-1) for x in (lse, part_lse)]
-            out, lse = out * shares[0] + part * shares[1], total
+            if step == 0:
+                out, lse = part, part_lse
+            else:
+                share = torch.sigmoid(part_lse - lse).unsqueeze(-1)
+                out, lse = torch.lerp(out, part, share), torch.logaddexp(lse, part_lse)
             block = waiting() if waiting else block
         ctx.save_for_backward(q, k, v, out, lse)
         return out
@@ -133,31 +131,14 @@ def locals_of(mesh: Mesh, length: int, heads: int, width: int) -> list[Tensor]:
     return [torch.randn(shape, generator=generator).requires_grad_() for _ in range(3)]
 
 
-def times_on_rank(length: int, rounds: int) -> dict[str, list[list[float]]]:
-    """Return seconds by contender and round, of the forward pass and of both; then CPU seconds."""
+def times_on_rank(length: int, rounds: int) -> Any:
+    """Return the times of the contenders on this rank."""
     mesh = Mesh(cp=RANKS)
     fs.init(mesh, timeout=120)
     torch.set_num_threads(1)
     xs = locals_of(mesh, length, HEADS, WIDTH)
-    runs = contenders(mesh, length)
-    results: dict[str, list[Any]] = {}
-    times: dict[str, list[list[float]]] = {name: [] for name in runs}
-    for order in rotations([*runs], rounds):
-        for name in order:
-            attend = runs[name]
-            dist.barrier()
-            start = time.perf_counter(), time.process_time()
-            y = attend(*xs)
-            dist.barrier()
-            middle = time.perf_counter(), time.process_time()
-            grads = torch.autograd.grad(y, xs, y.detach())
-            dist.barrier()
-            rows = zip(start, middle, (time.perf_counter(), time.process_time()), strict=True)
-            times[name].append([x - a for a, b, c in rows for x in (b, c)])
-            results[name] = [y.detach(), *grads]
-    for name in runs:
-        torch.testing.assert_close(results[name], results["ring by hand"], rtol=1e-4, atol=1e-4)
-    return times
+    forwards = {name: functools.partial(run, *xs) for name, run in contenders(mesh, length).items()}
+    return time_passes(forwards, lambda _, y: torch.autograd.grad(y, xs, y.detach()), rounds)
 
 
 def memory_on_rank(ranks: int, length: int) -> dict[str, int]:
@@ -199,22 +180,10 @@ def main() -> None:
                 console.print(f"{length:,} tokens on {ranks}: {peaks[0]}")
     else:
         ranks = run_ranks(RANKS, times_on_rank, args.length, ROUNDS, timeout=600)
-        times = ranks[0]
         table = Table("contender", "forward", "both", "ratio forward", "ratio both",
                       "of CPU forward", "of CPU both")  # fmt: skip
-        base = times["ring by hand"]
-        cpu = {
-            name: [statistics.median(sum(rank[name][k][i] for rank in ranks) for k in range(ROUNDS))
-                   for i in (2, 3)] for name in times
-        }  # fmt: skip
-        for name, rows in times.items():
-            ratios = [
-                statistics.median(a[i] / b[i] for a, b in zip(rows, base, strict=True))
-                for i in (0, 1)
-            ]
-            ratios += [a / b for a, b in zip(cpu[name], cpu["ring by hand"], strict=True)]
-            best = [min(row[i] for row in rows) for i in (0, 1)]
-            table.add_row(name, *(f"{x * 1e3:.1f} ms" for x in best), *(f"{r:.2f}" for r in ratios))
+        for name, texts in summaries(ranks).items():
+            table.add_row(name, *texts)
     console.print(table)
     close_all()
 

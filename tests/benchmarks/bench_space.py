@@ -1,11 +1,11 @@
 """Convolutions on sharded images on gloo ranks, beside halos by hand and a gather; and memory.
 
 `python -m tests.benchmarks.bench_space` prints seconds of a forward and backward pass of a stack of
-convolutions with kernels of 3, whose rows are sharded over 4 ranks, each contender once in every
-round, in changing order, and the median of the ratios to the exchange by hand; and ratios of the
-CPU seconds of all ranks, which other load of the machine changes less. `--grid` shards rows and
-columns over 2x2 ranks. Beside the time it prints the bytes that the busiest rank sends forward, and
-the bound: the elements of its windows that a rank lacks.
+convolutions with kernels of 3, whose rows are sharded over 4 ranks, and the median of the ratios to
+the exchange by hand; and ratios of the CPU seconds of all ranks (`tests/helpers/gloo/rounds`).
+`--gather` adds the gather, which is much slower. `--grid` shards rows and columns over 2x2 ranks.
+Beside the time it prints the bytes that the busiest rank sends forward, and the bound: the elements
+of its windows that a rank lacks.
 
 `--memory` prints for a ResNet-50 and a UNet the peak bytes of tensors that a rank creates, forward
 and backward, on 1, 2 and 4 ranks: activations, and the gradients of the parameters, which do not
@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import argparse
 import math
-import statistics
-import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from torch import Tensor, nn
 import fshard as fs
 from fshard import Mesh, P
 from tests.helpers.gloo.harness import close_all, run_ranks
-from tests.helpers.gloo.rounds import rotations
+from tests.helpers.gloo.rounds import summaries, time_passes
 from tests.helpers.ops.blocks import UNet
 from tests.helpers.tensor_memory import LiveBytes
 from tests.partition.models.zoo import import_torchvision
@@ -102,8 +101,8 @@ def neighbours(mesh: Mesh) -> list[tuple[int, int | None, int | None]]:
     return rows
 
 
-def contenders(mesh: Mesh, spec: fs.Spec) -> dict[str, Stack]:
-    """Return the stacks on the local of an image by name."""
+def contenders(mesh: Mesh, spec: fs.Spec, gather: bool) -> dict[str, Stack]:
+    """Return the stacks on the local of an image by name, with the gather if requested."""
     rows = neighbours(mesh)
     padding = (1 - any(d == 2 for d, *_ in rows), 1 - any(d == 3 for d, *_ in rows))
 
@@ -123,12 +122,13 @@ def contenders(mesh: Mesh, spec: fs.Spec) -> dict[str, Stack]:
     plain = stack(lambda x, weight: F.conv2d(x, weight, padding=1))
     part = fs.partition(lambda x, *weights: plain(x, weights), mesh=mesh,
                         in_specs=(spec, *(P(),) * LAYERS))  # fmt: skip
-    return {
+    runs = {
         "halos by hand": stack(conv_by_hand),
         "fs.domain": lambda x, weights: on_pairs(fs.Sharded(x, spec), weights).local,
         "fs.partition": lambda x, weights: part(fs.Sharded(x, spec), *weights).local,
         "gather": stack(conv_gathered),
     }
+    return {name: run for name, run in runs.items() if gather or name != "gather"}
 
 
 def summed(grads: list[Tensor]) -> list[Tensor]:
@@ -145,16 +145,8 @@ def space(mesh: Mesh, size: int, channels: int) -> fs.Spec:
     return fs.Spec(mesh, P(None, None, *axes), shape=(1, channels, size, size))
 
 
-def now() -> tuple[float, float]:
-    """Return the time and the CPU seconds of this process."""
-    return time.perf_counter(), time.process_time()
-
-
-def times_on_rank(axes: dict[str, int], size: int, rounds: int) -> Any:
-    """Return seconds by contender and round, forward and both, and bytes sent forward.
-
-    The last two numbers of a round are CPU seconds of this rank.
-    """
+def times_on_rank(axes: dict[str, int], size: int, rounds: int, gather: bool) -> Any:
+    """Return the times of the contenders on this rank, and the bytes that they send forward."""
     mesh = Mesh(axes)
     fs.init(mesh, timeout=120)
     torch.set_num_threads(1)
@@ -165,28 +157,14 @@ def times_on_rank(axes: dict[str, int], size: int, rounds: int) -> Any:
     ]
     image = torch.randn(spec.shape, generator=generator)
     x = image[spec.index(dist.get_rank())].clone().requires_grad_()
-    runs = contenders(mesh, spec)
-    times: dict[str, list[list[float]]] = {name: [] for name in runs}
-    results: dict[str, list[Tensor]] = {}
-    for order in rotations([*runs], rounds):
-        for name in order:
-            run = runs[name]
-            dist.barrier()
-            start = now()
-            y = run(x, weights)
-            dist.barrier()
-            middle = now()
-            gx, *grads = torch.autograd.grad(y, [x, *weights], torch.cos(y.detach()))
-            if name in ("halos by hand", "gather"):
-                grads = summed(grads)
-            dist.barrier()
-            rows = zip(start, middle, now(), strict=True)
-            (f, both), cpu = [[b - a, c - a] for a, b, c in rows]
-            times[name].append([f, both, *cpu])
-            results[name] = [y.detach(), gx, *grads]
-    for name in runs:
-        torch.testing.assert_close(results[name], results["halos by hand"], rtol=1e-3, atol=1e-3)
-    return times, sent_forward(runs, x, weights)
+    runs = contenders(mesh, spec, gather)
+
+    def backward(name: str, y: Tensor) -> list[Tensor]:
+        gx, *grads = torch.autograd.grad(y, [x, *weights], torch.cos(y.detach()))
+        return [gx, *(summed(grads) if name in ("halos by hand", "gather") else grads)]
+
+    forwards = {name: partial(run, x, weights) for name, run in runs.items()}
+    return time_passes(forwards, backward, rounds), sent_forward(runs, x, weights)
 
 
 def sent_forward(runs: dict[str, Stack], x: Tensor, weights: list[Tensor]) -> dict[str, int]:
@@ -250,24 +228,14 @@ def memory_on_rank(axes: dict[str, int], name: str, size: int) -> tuple[int, int
     return live.peak, sum(grad.nbytes for grad in grads), log.total_bytes
 
 
-def print_times(console: Console, axes: dict[str, int], size: int) -> None:
+def print_times(console: Console, axes: dict[str, int], size: int, gather: bool) -> None:
     """Print the times of the contenders, and the bytes that they send beside the bound."""
-    rows = run_ranks(RANKS, times_on_rank, axes, size, ROUNDS, timeout=600)
-    times, sent = rows[0][0], {name: max(row[1][name] for row in rows) for name in rows[0][1]}
+    rows = run_ranks(RANKS, times_on_rank, axes, size, ROUNDS, gather, timeout=600)
+    sent = {name: max(row[1][name] for row in rows) for name in rows[0][1]}
     table = Table("contender", "forward", "both", "ratio forward", "ratio both", "of CPU forward",
                   "of CPU both", "sent forward")  # fmt: skip
-    cpu = {name: [statistics.median(sum(row[0][name][k][i] for row in rows) for k in range(ROUNDS))
-                  for i in (2, 3)] for name in times}  # fmt: skip
-    base = times["halos by hand"]
-    for name, rounds in times.items():
-        ratios = [
-            statistics.median(a[i] / b[i] for a, b in zip(rounds, base, strict=True))
-            for i in (0, 1)
-        ]
-        best = [f"{min(row[i] for row in rounds) * 1e3:.1f} ms" for i in (0, 1)]
-        ratios += [a / b for a, b in zip(cpu[name], cpu["halos by hand"], strict=True)]
-        table.add_row(name, *best, *(f"{r:.2f}" for r in ratios),
-                      f"{sent[name]:,} B" if sent[name] else "")  # fmt: skip
+    for name, texts in summaries([row[0] for row in rows]).items():
+        table.add_row(name, *texts, f"{sent[name]:,} B" if sent[name] else "")
     lacking = bound(Mesh(axes), size)
     table.add_row("bound", *[""] * 6, f"{lacking:,} B")
     console.print(table)
@@ -291,6 +259,7 @@ def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--grid", action="store_true")
+    parser.add_argument("--gather", action="store_true")
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--size", type=int)
     args = parser.parse_args()
@@ -299,7 +268,8 @@ def main() -> None:
         for name in MODELS:
             print_memory(console, name, args.size or 2 * SIZE)
     else:
-        print_times(console, {"h": 2, "w": 2} if args.grid else {"h": RANKS}, args.size or SIZE)
+        axes = {"h": 2, "w": 2} if args.grid else {"h": RANKS}
+        print_times(console, axes, args.size or SIZE, args.gather)
     close_all()
 
 
