@@ -23,6 +23,7 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
+from fshard._torch.higher_order import run_as_plain_functions
 from fshard._util.tracebacks import hiding_frames
 
 __all__ = [
@@ -122,7 +123,7 @@ _STANCE_LOCK = threading.Lock()
 
 @contextmanager
 def without_compiler() -> Iterator[None]:
-    """Run compiled functions, and the branches of `torch.cond`, uncompiled in all threads."""
+    """Run compiled functions, and operators that take functions, as plain Python in all threads."""
     with _STANCE_LOCK:
         _STANCES.append(None)
         _disable_compiler()
@@ -137,22 +138,21 @@ def without_compiler() -> Iterator[None]:
 
 def _disable_compiler() -> None:
     """Set the stance of a compiler that is imported, else that of the one that is imported next."""
+    run_as_plain_functions(True)
     eval_frame: Any = sys.modules.get("torch._dynamo.eval_frame")
     if eval_frame is None:  # nothing is compiled yet
         vars(torch)["compile"] = _compile_first
         return
     _STANCES[0] = _STANCES[0] or eval_frame._stance
     eval_frame._stance = eval_frame.DynamoStance("force_eager")
-    if not torch.compiler.is_compiling():
-        vars(_COND)["cond_op"] = _branch
 
 
 def _enable_compiler(stance: Any) -> None:
     """Restore what `_disable_compiler` has changed."""
     vars(torch)["compile"] = _COMPILE
+    run_as_plain_functions(False)
     if stance is not None:
         sys.modules["torch._dynamo.eval_frame"]._stance = stance  # type: ignore[attr-defined]
-        vars(_COND)["cond_op"] = _COND_OP
 
 
 _COMPILE = torch.compile
@@ -166,15 +166,6 @@ def _compile_first(*args: Any, **kwargs: Any) -> Any:
         if _STANCES:
             _disable_compiler()
     return _COMPILE(*args, **kwargs)
-
-
-_COND = sys.modules["torch._higher_order_ops.cond"]
-_COND_OP = vars(_COND)["cond_op"]
-
-
-def _branch(pred: Any, true_fn: Any, false_fn: Any, operands: Any) -> Any:
-    """Return a branch of `torch.cond`, whose own gradient is for branches that are compiled."""
-    return (true_fn if pred else false_fn)(*operands)
 
 
 @contextmanager

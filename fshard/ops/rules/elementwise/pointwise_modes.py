@@ -57,7 +57,9 @@ CASTS = _word_set("""
 
 
 def modes_of(call: OpCall) -> Modes:
-    """Return the modes of a pointwise call."""
+    """Return the modes of a pointwise call; one of numbers alone has none."""
+    if not call.operands:
+        return ()
     name = base_name(call.op).rstrip("_").removeprefix("special_")
     count, results = len(call.operands), len(call.results)
     if name in SAME or (name == "real" and not call.operands[0].dtype.is_complex):
