@@ -70,7 +70,7 @@ from fshard.ops.trace.inner_gradients import (
     refuse_hidden_gradients,
 )
 from fshard.ops.trace.mapped_regions import name_regions, recorded_regions
-from fshard.ops.trace.merged_rows import separate_rows
+from fshard.ops.trace.merged_dims import separate_merged_dims
 from fshard.ops.trace.refused_functions import refuse_function
 from fshard.ops.trace.source_places import recorded_places
 from fshard.run.transports.base import TRACE_DEPTH
@@ -203,7 +203,7 @@ def trace(
     extract_backwards(graph, where)
     name_regions(graph, regions)
     name_checkpoints(graph, checkpoints)
-    separate_rows(graph)
+    separate_merged_dims(graph)
     assign_draw_layouts(graph)
     return traced
 

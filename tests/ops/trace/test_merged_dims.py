@@ -1,4 +1,4 @@
-"""Merged leading dims of which a minor one is sharded: sequence-first batches."""
+"""Merged dims of which a minor one is sharded: heads of a batch, sequence-first batches."""
 
 from __future__ import annotations
 
@@ -83,3 +83,58 @@ def test_data_parallel_transformer_reduces_gradients_alone(batch_first: bool) ->
     torch.testing.assert_close(actual, expected)
     assert set(log.counts) == {("all_reduce", "dp")}
     assert (log.forward.counts.total(), log.backward.counts.total()) == (1, 1)
+
+
+class Attention(nn.Module):
+    """Attention of 4 heads by two products of batches of matrices, and biases."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map a `(batch, length, width)` tensor to one of the same shape."""
+        q, k, v = (
+            layer(x).unflatten(-1, (4, -1)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
+        weights = (q @ k.mT).softmax(-1)
+        return self.out((weights @ v).transpose(1, 2).flatten(2))
+
+
+COLUMNS = {
+    f"{name}.{kind}": P("tp") for name in ("query", "key", "value") for kind in ("weight", "bias")
+}
+MEGATRON = COLUMNS | {"out.weight": P(None, "tp"), "out.bias": P()}
+
+
+@pytest.mark.parametrize(
+    ("params", "x_spec", "collectives"),
+    [
+        (MEGATRON, P("dp"), {fs.AllReduce}),
+        ({}, P(None, ("dp", "tp")), {fs.AllGather, fs.ReduceScatter, fs.AllReduce}),
+    ],
+    ids=["tensor parallel", "sequence parallel"],
+)
+def test_gradients_within_attention_have_the_collectives_of_megatron(
+    params: dict[str, fs.PartitionSpec], x_spec: fs.PartitionSpec, collectives: set[type]
+) -> None:
+    torch.manual_seed(0)
+    net = Attention(32).double()
+    weights = dict(net.named_parameters())
+    x = torch.randn(4, 8, 32, dtype=torch.float64)
+
+    def step(p: dict[str, Tensor], x: Tensor) -> tuple[Tensor, ...]:
+        y = torch.func.functional_call(net, p, (x,))
+        return y, *torch.autograd.grad(y.square().sum(), [*p.values()])
+
+    specs = {name: params.get(name, P()) for name in weights}
+    part = fs.partition(
+        step, mesh=Mesh(dp=2, tp=2), in_specs=(specs, x_spec), out_specs=(x_spec, *specs.values())
+    )
+    torch.testing.assert_close(part(weights, x), step(weights, x))
+    # Heads stay sharded, though products of batches have one dim for batch and heads; so does the
+    # length, though gradients of weights are sums over one dim for batch and length.
+    programs = part.trace(weights, x).programs
+    steps = {type(step) for program in programs for step in program.steps if not program.is_local}
+    assert steps - {fs.AllSlice} == collectives
