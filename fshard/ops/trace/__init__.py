@@ -8,7 +8,7 @@
 - `mapped_regions`: calls of mapped functions as operations that run on locals.
 - `checkpoints`: calls of `torch.utils.checkpoint` as marks around their operations.
 - `draw_layouts`: random draws take the layout of a tensor they are combined with.
-- `merged_rows`: leading dims stay apart that are merged for operations on rows alone.
+- `merged_dims`: dims stay apart that reshapes merge and split again, as batch and heads.
 - `refused_functions`: errors of functions that cannot be traced.
 - `constants`: values that depend on no argument, which a function may read.
 - `unread_values`: `torch.cov`, `torch.corrcoef` and distributions without reads of values.

@@ -7,10 +7,14 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fshard as fs
 from fshard import Mesh, P
+from fshard.ops.core.call import Meta
+from fshard.ops.trace.trace import trace
 
 MESH = Mesh(dp=2)
 WEIGHT = torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -138,3 +142,71 @@ def test_gradients_within_attention_have_the_collectives_of_megatron(
     programs = part.trace(weights, x).programs
     steps = {type(step) for program in programs for step in program.steps if not program.is_local}
     assert steps - {fs.AllSlice} == collectives
+
+
+@st.composite
+def functions(draw: st.DrawFn) -> Callable[[Tensor], Tensor]:
+    """Draw a function that merges dims of a tensor, permutes, multiplies, sums and splits them."""
+    steps = draw(st.lists(st.sampled_from(STEPS), min_size=2, max_size=7))
+    choices = [draw(st.integers(0, 11)) for _ in steps]
+
+    def run(x: Tensor) -> Tensor:
+        for step, choice in zip(steps, choices, strict=True):
+            x = step(x, choice)
+        return x
+
+    return run
+
+
+def merged(x: Tensor, choice: int) -> Tensor:
+    dim = choice % max(1, x.ndim - 1)
+    return x.flatten(dim, dim + 1) if x.ndim > 1 else x
+
+
+def split(x: Tensor, choice: int) -> Tensor:
+    dim = choice % x.ndim
+    factors = [n for n in (2, 3) if x.shape[dim] % n == 0]
+    return x.unflatten(dim, (factors[choice % len(factors)], -1)) if factors and x.ndim < 5 else x
+
+
+def transposed(x: Tensor, choice: int) -> Tensor:
+    return x.transpose(choice % x.ndim, choice // 4 % x.ndim)
+
+
+def multiplied(x: Tensor, choice: int) -> Tensor:
+    matrix = torch.linspace(-1, 1, 3 * x.shape[-1], dtype=x.dtype).view(x.shape[-1], 3)
+    return [x @ matrix, F.linear(x, matrix.T, matrix[0]), x @ x.mT if x.ndim > 1 else x][choice % 3]
+
+
+def combined(x: Tensor, choice: int) -> Tensor:
+    others = [
+        x.sin(),
+        x * x,
+        x + x[..., :1],
+        x.softmax(choice % x.ndim),
+        torch.where(x > 0, x, 0.5),
+    ]
+    return others[choice % len(others)]
+
+
+def summed(x: Tensor, choice: int) -> Tensor:
+    return x.sum(choice % x.ndim, keepdim=choice % 2 == 0 or x.ndim == 1)
+
+
+STEPS = [merged, merged, split, split, transposed, multiplied, combined, summed]
+
+
+@settings(max_examples=60, deadline=None)
+@given(functions(), st.booleans())
+def test_separated_graphs_compute_the_same(fn: Callable[[Tensor], Tensor], above: bool) -> None:
+    x = torch.linspace(-2, 2, 24, dtype=torch.float64).view(2, 3, 4).requires_grad_()
+
+    def run(x: Tensor) -> list[Tensor]:
+        y = fn(x)
+        return [y] if above else [y, *torch.autograd.grad(y.cos().sum(), x, create_graph=True)]
+
+    graph = trace(run, [Meta.of(x)], "fn", above=above, requires_grad=[True]).graph
+    results, expected = graph(x), run(x)
+    torch.testing.assert_close(results, expected)
+    actual, right = (torch.autograd.grad(out[0].cos().sum(), x) for out in (results, expected))
+    torch.testing.assert_close(actual, right)
