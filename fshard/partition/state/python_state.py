@@ -219,8 +219,10 @@ class _Walk:
         elif isinstance(value, tuple(CONTAINERS)):
             self.visit_container(value)
         elif isinstance(value, tuple | frozenset):
-            self.items.append(len(value))
-            self.todo += [*value][:MAX_ITEMS]
+            kind: Any = tuple if isinstance(value, tuple) else frozenset
+            items = [*kind.__iter__(value)]  # a subclass may count and iterate otherwise
+            self.items.append(len(items))
+            self.todo += items[:MAX_ITEMS]
             if type(value) is not tuple:
                 self.visit_attributes(value)
         elif isinstance(value, bytearray | array):

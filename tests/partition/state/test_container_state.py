@@ -229,3 +229,22 @@ def test_weights_that_hooks_compute_are_traced(reparametrize: Callable[[Any], An
             assert model[0].weight is weight
         rows.append([y.detach(), *grads, *(t for n, t in state.items() if n not in names)])
     torch.testing.assert_close(*rows)
+
+
+class Irreps(tuple[Any, ...]):
+    """A tuple whose length is not a number of items, as e3nn's representations."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[Any]:
+        raise NotImplementedError
+
+
+def test_items_of_a_tuple_without_a_length_are_seen() -> None:
+    factors = Irreps([SimpleNamespace(factor=2.0)])
+
+    def replace() -> None:
+        factors[0].factor = 3.0
+
+    check_sees(lambda x: x * factors[0].factor, replace)
