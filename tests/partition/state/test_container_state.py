@@ -234,6 +234,8 @@ def test_weights_that_hooks_compute_are_traced(reparametrize: Callable[[Any], An
 class Irreps(tuple[Any, ...]):
     """A tuple whose length is not a number of items, as e3nn's representations."""
 
+    __slots__ = ()
+
     def __len__(self) -> int:
         raise NotImplementedError
 
