@@ -19,5 +19,6 @@ cost no Python call.
 - `saved_tensors`: hooks of saved tensors, references to storages.
 - `checkpointing`: `torch.utils.checkpoint`'s second forward pass.
 - `dynamo`: functions that `torch.compile` skips, calls while tracing or takes as nodes; constants.
+- `higher_order`: operators that take functions, such as `torch.cond`, as plain functions.
 - `process_groups`: process groups, stores and placements of `torch.distributed`.
 """

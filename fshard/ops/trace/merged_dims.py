@@ -106,7 +106,7 @@ class _Places:
         sizes: dict[Place, set[Sizes]] = defaultdict(set)
         for place, merges in self.merges.items():
             sizes[self.root(place)] |= merges
-        known = {*self.parents, *self.merges}
+        known = {*self.parents, *self.parents.values(), *self.merges}
         return {
             place: next(iter(sizes[root]))
             for place in known
