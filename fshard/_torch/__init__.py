@@ -18,7 +18,7 @@ cost no Python call.
 - `memory`: storages, results that must not alias arguments.
 - `saved_tensors`: hooks of saved tensors, references to storages.
 - `checkpointing`: `torch.utils.checkpoint`'s second forward pass.
-- `dynamo`: functions that `torch.compile` skips, calls while tracing or takes as nodes; constants.
-- `higher_order`: operators that take functions, such as `torch.cond`, as plain functions.
+- `dynamo`: functions that `torch.compile` skips, calls while tracing or takes as nodes; constants;
+  operators that take functions, such as `torch.cond`, as plain functions.
 - `process_groups`: process groups, stores and placements of `torch.distributed`.
 """
