@@ -79,24 +79,13 @@ class _Places:
     def add(self, node: fx.Node) -> None:
         """Add the places of a node's operands and result, and the relations between them."""
         seen = set[Place]()
-        if node.target in _RESHAPES and isinstance(node.args[0], fx.Node):
-            for before, after in _groups(shape_of(node.args[0]), shape_of(node)):
-                one, many = sorted((before, after), key=len)
-                places = [(node.args[0], i) for i in before] + [(node, i) for i in after]
-                if len(one) == 1:
-                    merged = places[0] if one is before else places[-1]
-                    if len(many) == 1:
-                        self.parents[self.root(places[0])] = self.root(places[1])
-                        seen.update(places)
-                    else:
-                        shape = shape_of(node if one is before else node.args[0])
-                        self.merges[merged].add(tuple(shape[i] for i in many))
-                        seen.add(merged)
-        else:
-            for first, *others in _same_dims(node):
-                seen.update((first, *others))
-                for other in others:
-                    self.parents[self.root(other)] = self.root(first)
+        for merged, sizes in _merges(node):
+            seen.add(merged)
+            self.merges[merged].add(sizes)
+        for first, *others in _same_dims(node):
+            seen.update((first, *others))
+            for other in others:
+                self.parents[self.root(other)] = self.root(first)
         for x in (node, *node.all_input_nodes):
             self.fixed |= {(x, i) for i in range(len(shape_of(x)))} - seen
 
@@ -114,18 +103,26 @@ class _Places:
         }
 
 
+def _merges(node: fx.Node) -> Iterator[tuple[Place, Sizes]]:
+    """Yield the dims that a reshape merges or splits, each with the sizes of the separate dims."""
+    operand: Any = node.args[0] if node.target in _RESHAPES else None
+    for before, after in _groups(shape_of(operand), shape_of(node)):
+        if len(before) == 1 < len(after):
+            yield (operand, before[0]), tuple(shape_of(node)[i] for i in after)
+        elif len(after) == 1 < len(before):
+            yield (node, after[0]), tuple(shape_of(operand)[i] for i in before)
+
+
 def _groups(before: Sizes, after: Sizes) -> Iterator[tuple[list[int], list[int]]]:
     """Yield the smallest groups of dims of a reshape with equal products; dims of 1 are in none."""
     left, right = ([i for i, size in enumerate(x) if size != 1] for x in (before, after))
-    if 0 in before:
-        return
-    while left and right:
+    while 0 not in before and left and right:
         one, other = [left.pop(0)], [right.pop(0)]
-        sizes = before[one[0]], after[other[0]]
-        while sizes[0] != sizes[1]:
-            group, dims = (one, left) if sizes[0] < sizes[1] else (other, right)
+        while (size := math.prod(before[i] for i in one)) != (
+            other_size := math.prod(after[i] for i in other)
+        ):
+            group, dims = (one, left) if size < other_size else (other, right)
             group.append(dims.pop(0))
-            sizes = math.prod(before[i] for i in one), math.prod(after[i] for i in other)
         yield one, other
 
 
@@ -135,7 +132,10 @@ def _same_dims(node: fx.Node) -> Iterator[tuple[Place, ...]]:
     shape, shapes = shape_of(node), [shape_of(x) for x in operands]
     if not shape or not all(shapes[:1]) or {*operands} != {*node.all_input_nodes}:
         return
-    if target in _PERMUTATIONS:
+    if target in _RESHAPES:
+        groups = _groups(shapes[0], shape)
+        yield from (((operands[0], x[0]), (node, y[0])) for x, y in groups if len(x) == len(y) == 1)
+    elif target in _PERMUTATIONS:
         yield from (((operands[0], dim), (node, i)) for i, dim in enumerate(_order(node)))
     elif target in _ALONG_DIM:
         along = _dim(node, _ALONG_DIM[target])
