@@ -10,7 +10,7 @@ A call goes `execute` (checks of locals) -> `autograd/linear_function` (gradient
 - `collective`: one collective of one rank; `packing`: boxes put in and out of flat tensors.
 - `transports`: the collectives of a rank: simulated, by processes, checked, or for shapes alone.
 - `execute_batch`, `bucketing`: `batch(tree)`, several programs with coalesced launches.
-- `capture`: recordings of programs and collectives on processes, replayed instead of run again.
+- `capture`: recordings of programs and collectives on processes; `autograd/replay` runs them.
 - `graphs`: programs and collectives in graphs of `torch.compile`.
 - `global_tensors`, `from_local`: `fs.shard`, `fs.unshard`, `fs.reshard` and other conversions.
 - `creation`: pairs created shard by shard, by draws and factories.

@@ -18,15 +18,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from fshard._torch.legacy_vmap import is_legacy_batched
-from fshard._torch.memory import materialized, storage_address
+from fshard._torch.memory import storage_address
 from fshard._torch.modes import DispatchMode, disable_dispatch_modes
 from fshard._torch.operators import builtin_of, schema_of
 from fshard._torch.process_groups import call_below_autograd, resolve_group
 from fshard._util.cache import BoundedDict
 from fshard._util.errors import ShardingError
 from fshard.layout.tree import tensors_in
-from fshard.run.transports.base import LABEL, Label, backward_phase, direct_transport, unobserved
+from fshard.run.transports.base import LABEL, Event, Label, observe_only
 from fshard.run.transports.divergence_report import lost
 from fshard.run.transports.reduce_dtypes import TensorFunction
 from fshard.run.transports.shape_only import meta_as_real
@@ -217,7 +216,8 @@ class _Compiler:
         """Return a function that explains the error of a collective that does not end."""
         name = op.func.overloadpacket.__name__
         group = tuple(dist.get_process_group_ranks(resolve_group(op.args[-1])))
-        return lambda error: lost(error, op.label, TRANSPORT_NAMES.get(name, name), group)
+        called = TRANSPORT_NAMES.get(name, name)
+        return lambda error: lost(error, LABEL.get() or op.label, called, group)
 
     def functions(self, ops: Sequence[RecordedOp]) -> tuple[TensorFunction, Start]:
         """Return the needed operations as one Python function, and as a generator."""
@@ -272,6 +272,8 @@ class Recording:
         is_linear: whether all operations are.
         is_identity: whether there are none.
         out: a meta tensor like the result.
+        label: the label of the call.
+        events: the collectives, for observers, by the phase in which it runs.
     """
 
     function: TensorFunction
@@ -281,6 +283,8 @@ class Recording:
     is_linear: bool
     is_identity: bool
     out: torch.Tensor
+    label: Label | None
+    events: dict[str, tuple[Event, ...]]
     _transposed: Recording | None = None
 
     @property
@@ -335,7 +339,10 @@ class Recordings:
 
 
 def record(
-    function: TensorFunction, transpose: TensorFunction, like: torch.Tensor
+    function: TensorFunction,
+    transpose: TensorFunction,
+    like: torch.Tensor,
+    label: Label | None = None,
 ) -> Recording | None:
     """Record a function of tensors like the meta tensor `like`.
 
@@ -343,13 +350,19 @@ def record(
         function: the function.
         transpose: its transpose, if it is linear.
         like: a meta tensor with the shape, strides and dtype of the argument.
+        label: the label of the call; None is that of its collectives.
 
     Returns:
         The recording; None for a function that writes its argument or reads values of new tensors.
     """
-    recorder = _Recorder()
-    with torch.no_grad(), unobserved(), meta_as_real(), recorder:
-        y = function(like)
+    recorder, events = _Recorder(), list[tuple[Event, Label | None]]()
+    observer = lambda event: events.append((event, LABEL.get()))  # noqa: E731
+    token = LABEL.set(label)
+    try:
+        with torch.no_grad(), observe_only(observer), meta_as_real(), recorder:
+            y = function(like)
+    finally:
+        LABEL.reset(token)
     compiler = _Compiler(like, recorder.ops, y)
     needed = compiler.needed()
     if compiler.writes_others:
@@ -363,81 +376,9 @@ def record(
         is_linear=all(op.is_linear for op in needed),
         is_identity=not needed and y.shape == like.shape,
         out=torch.empty(y.shape, dtype=y.dtype, device="meta"),
+        label=next((item for _, item in events), label),
+        events={
+            phase: tuple(event._replace(phase=phase) for event, _ in events)
+            for phase in ("forward", "backward")
+        },
     )
-
-
-def replay(recordings: Sequence[Recording], xs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Replay recordings, as one node of autograd if a tensor requires grad; these are linear.
-
-    Collectives of all are under way together, forward and backward. They are launched in the order
-    in which those of single functions are, backward in the reverse one.
-    """
-    if torch.is_grad_enabled() and any([x.requires_grad for x in xs]):  # noqa: C419 - one frame
-        results: Sequence[torch.Tensor] = _Replay.apply(recordings, *xs)  # type: ignore[no-untyped-call]
-        return results
-    return _run_together(recordings, xs)
-
-
-def _run_together(
-    recordings: Sequence[Recording], xs: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, ...]:
-    if len(xs) == 1:
-        return (recordings[0].run(xs[0]),)
-    running = [recording.start(x) for recording, x in zip(recordings, xs, strict=True)]
-    for start in running:
-        next(start)
-    return tuple(map(_finished, running))
-
-
-class _Replay(torch.autograd.Function):
-    """Forward replays recordings, backward their transposes."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, recordings: Sequence[Recording], *xs: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.recordings = recordings
-        ctx.set_materialize_grads(False)
-        ys = _run_together(recordings, xs)
-        ctx.mark_non_differentiable(
-            *[y for x, y in zip(xs, ys, strict=True) if not x.requires_grad]
-        )
-        return ys
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        running = [
-            None if grad is None else _transposed(recording, grad)
-            for recording, grad in zip(reversed(ctx.recordings), reversed(grads), strict=True)
-        ]
-        return None, *reversed([None if start is None else _finished(start) for start in running])
-
-
-def _transposed(
-    recording: Recording, grad: torch.Tensor
-) -> torch.Tensor | Generator[None, None, torch.Tensor]:
-    """Return the transpose of a cotangent, or a generator that has it under way."""
-    transposed = recording.T
-    plain = type(grad) is torch.Tensor and not is_legacy_batched(grad)
-    if direct_transport() is None or not plain:
-        with backward_phase():
-            return transposed.function(grad)
-    if not transposed.is_identity:
-        grad = materialized(grad)  # as when it was recorded
-    if torch.is_grad_enabled() and grad.requires_grad:
-        return replay((transposed,), (grad,))[0]
-    running = transposed.start(grad)
-    next(running)
-    return running
-
-
-def _finished(running: torch.Tensor | Generator[None, None, torch.Tensor]) -> torch.Tensor:
-    """Return the result of what `_transposed` returns."""
-    if isinstance(running, torch.Tensor):
-        return running
-    try:
-        next(running)
-    except StopIteration as end:
-        result: torch.Tensor = end.value
-        return result
-    raise AssertionError

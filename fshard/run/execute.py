@@ -27,7 +27,8 @@ from fshard.run.autograd.linear_function import (
     apply_programs,
     are_linear,
 )
-from fshard.run.capture import Recording, Recordings, record, replay
+from fshard.run.autograd.replay import replay
+from fshard.run.capture import Recording, Recordings, record
 from fshard.run.graphs.graph_node import graph_node
 from fshard.run.interpreter import launch, program_label, ranks_of
 from fshard.run.transports.base import (
@@ -38,7 +39,6 @@ from fshard.run.transports.base import (
     current_transport,
     direct_transport,
     is_simulated,
-    labelled,
     with_label,
 )
 from fshard.run.transports.divergence_report import call_line, rank_text
@@ -291,10 +291,9 @@ def _record(
         return None
     forward, backward = _runner(prog), _runner(prog.T) if needs_grad else _runner(prog)
     like = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta")
-    with labelled(program_label(prog)):
-        recorded = record(forward, backward, like)
-        if needs_grad and recorded and record(backward, forward, recorded.out) is None:
-            return None
+    recorded = record(forward, backward, like, program_label(prog))
+    if needs_grad and recorded and record(backward, forward, recorded.out) is None:
+        return None
     return recorded
 
 

@@ -4,14 +4,20 @@
 called with and without gradients, DTensor's `redistribute`, and the bare functional
 collective with its wait (no copy into the right layout, no check, no gradient). All
 contenders run in each round, so that a busy machine slows all of them.
+
+A second table is of `fs.comm_log`: the CPU time of one rank's collective in a mapped body of 50 on
+gloo ranks and on simulated ones, without a log and within one, the least of all rounds. That of
+`forward, backward` is of a collective and its transpose.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -103,6 +109,69 @@ def _waited(x: DTensor) -> torch.Tensor:
     return local.wait() if hasattr(local, "wait") else local
 
 
+# -- observed collectives ----------------------------------------------------------------
+
+CALLS, LOG_ROUNDS = 50, 40
+COLLECTIVES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "psum": lambda x: fs.psum(x, "x"),
+    "all_gather": lambda x: fs.all_gather(x, "x"),
+    "psum_scatter": lambda x: fs.psum_scatter(x, "x"),
+}
+
+
+def logged(is_process: bool) -> dict[tuple[str, str], tuple[float, float]]:
+    """Return the CPU microseconds of a rank's collective, without a log and within one."""
+    mesh, results = Mesh(x=RANKS), {}
+    if is_process:
+        fs.init(mesh)
+    # Simulated ranks have threads of their own.
+    clock, ranks = (time.thread_time, 1) if is_process else (time.process_time, RANKS)
+    for name, collective in COLLECTIVES.items():
+        for kind in ("forward", "forward, backward"):
+            run = mapped_calls(mesh, collective, with_backward=kind != "forward")
+            least = [math.inf, math.inf]
+            for i in [0, 1] * LOG_ROUNDS:
+                with fs.comm_log() if i else nullcontext():
+                    start = clock()
+                    run()
+                    least[i] = min(least[i], 1e6 * (clock() - start) / (CALLS * ranks))
+            results[name, kind] = least[0], least[1]
+    return results
+
+
+def mapped_calls(
+    mesh: Mesh, collective: Callable[[torch.Tensor], torch.Tensor], *, with_backward: bool
+) -> Run:
+    """Return a call of a mapped body of collectives."""
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        leaf = x.detach().requires_grad_(with_backward)
+        ys = [collective(leaf) for _ in range(CALLS)]
+        if with_backward:
+            torch.autograd.grad(ys, leaf, list(map(torch.ones_like, ys)))
+        return x
+
+    mapped = fs.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P(), check=False)
+    x = torch.ones(RANKS, 8)
+    return lambda: mapped(x)
+
+
+def print_logged(console: Console) -> None:
+    """Measure and print the table of observed collectives."""
+    # By its importable name: other processes do not know this module as __main__.
+    from tests.benchmarks.bench_transport import logged
+
+    table = Table(title=f"{CALLS} collectives in a body, µs of CPU time per collective of a rank")
+    for head in ("ranks", "", "", "no log", "fs.comm_log", "ratio", "difference"):
+        table.add_column(head, justify="right" if head not in ("ranks", "") else "left")
+    rows = {"gloo": run_ranks(RANKS, logged, True, timeout=600)[0], "simulated": logged(False)}
+    for ranks, results in rows.items():
+        for (name, kind), (off, on) in results.items():
+            cells = f"{off:.1f}", f"{on:.1f}", f"{on / off:.2f}", f"{on - off:.1f}"
+            table.add_row(ranks, name, kind, *cells)
+    console.print(table)
+
+
 # -- the tables ------------------------------------------------------------------------
 
 
@@ -123,9 +192,10 @@ def main() -> None:
         for (a, b), times in rows.items():
             first, *rest = times.values()
             table.add_row(size, f"{a} -> {b}", f"{first:,.0f}", *(ratio(t, first) for t in rest))
-    close_all()
     console = Console(width=110)
     console.print(table)
+    print_logged(console)
+    close_all()
 
 
 if __name__ == "__main__":

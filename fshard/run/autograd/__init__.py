@@ -4,5 +4,6 @@
 - `max_min_gradient`: programs behind the gradient of a maximum or minimum.
 - `overlapped`: linear programs launched ahead of the wait for them, forward and backward.
 - `planned_gradient`: values whose backward runs a planned function.
+- `replay`: recordings that are run, with their gradients and their events.
 - `replicate`: one invariant tensor to a tuple with one per rank and back.
 """

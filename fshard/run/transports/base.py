@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NoReturn, Protocol, TypeVar
+from typing import NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
 
@@ -103,12 +103,12 @@ def own_transport() -> Transport | None:
 
 
 def direct_transport() -> Transport | None:
-    """Return this process's own transport if its collectives are not checked, observed or profiled.
+    """Return this process's own transport if its collectives are not checked or profiled.
 
     Recorded collectives can then be replayed without it. None also if its process groups were
     replaced, which raises in the transport, and while `make_fx` records PyTorch's own collectives.
     """
-    if is_observed() or is_profiling() or is_recording_below_autograd():
+    if is_profiling() or is_recording_below_autograd():
         return None
     if not _WORLD or _RANK.get() is not None or CHECKED.get() is not None:
         return None
@@ -307,8 +307,7 @@ def with_label(label: Label, finish: Callable[[], T]) -> Callable[[], T]:
 # -- observers ------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """One collective of one rank.
 
     Attributes:
@@ -328,13 +327,15 @@ class Event:
     dtype: torch.dtype | None = None
 
 
-_OBSERVERS: list[Callable[[Event], None]] = []
-_OBSERVED: ContextVar[bool] = ContextVar("fshard_observed", default=True)
+Observer = Callable[[Event], None]
+_OBSERVERS: list[Observer] = []
+_OBSERVERS_HERE: ContextVar[Sequence[Observer]] = ContextVar("fshard_observers", default=_OBSERVERS)
+"""Observers of this thread's collectives, by default those of all."""
 _PHASE: ContextVar[str] = ContextVar("fshard_phase", default="forward")
 
 
 @contextmanager
-def observe(observer: Callable[[Event], None]) -> Iterator[None]:
+def observe(observer: Observer) -> Iterator[None]:
     """Call `observer` for every collective in the block."""
     _OBSERVERS.append(observer)
     try:
@@ -344,13 +345,18 @@ def observe(observer: Callable[[Event], None]) -> Iterator[None]:
 
 
 @contextmanager
-def unobserved() -> Iterator[None]:
-    """Call no observers in the block, whose collectives send nothing."""
-    token = _OBSERVED.set(False)
+def observe_only(*observers: Observer) -> Iterator[None]:
+    """Call these observers and no others for collectives of this thread in the block."""
+    token = _OBSERVERS_HERE.set(observers)
     try:
         yield
     finally:
-        _OBSERVED.reset(token)
+        _OBSERVERS_HERE.reset(token)
+
+
+def unobserved() -> AbstractContextManager[None]:
+    """Call no observers in the block, whose collectives send nothing."""
+    return observe_only()
 
 
 class backward_phase:  # noqa: N801 - a context manager; as a generator it would cost twice as much
@@ -376,17 +382,27 @@ class backward_phase:  # noqa: N801 - a context manager; as a generator it would
 
 def is_observed() -> bool:
     """Return True if an observer is called for collectives of this thread."""
-    return bool(_OBSERVERS) and _OBSERVED.get()
+    return bool(_OBSERVERS_HERE.get())
 
 
 def notify(
     op: str, axes: tuple[str, ...], nbytes: int, rank: int, dtype: torch.dtype | None = None
 ) -> None:  # fmt: skip
     """Call all observers for one collective."""
-    if is_observed():
-        # A checkpoint recomputes forward collectives in the backward pass: they count there too.
-        in_backward = graph_task_id() != -1
-        phase = "backward" if in_backward else _PHASE.get()
-        event = Event(op, axes, nbytes, rank, phase, dtype)
-        for observer in tuple(_OBSERVERS):
+    observers = _OBSERVERS_HERE.get()
+    if observers:
+        event = Event(op, axes, nbytes, rank, _current_phase(), dtype)
+        for observer in tuple(observers):
             observer(event)
+
+
+def notify_again(events: Mapping[str, Sequence[Event]]) -> None:
+    """Call all observers for the events of the phase that runs, which are given by phases."""
+    for event in events[_current_phase()]:
+        for observer in tuple(_OBSERVERS_HERE.get()):
+            observer(event)
+
+
+def _current_phase() -> str:
+    # A checkpoint recomputes forward collectives in the backward pass: they count there too.
+    return "backward" if graph_task_id() != -1 else _PHASE.get()

@@ -9,14 +9,15 @@ from __future__ import annotations
 import itertools
 import operator
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any, NamedTuple
 
 import torch
 
-from fshard._util.cache import CACHE_SIZE
+from fshard._util.cache import CACHE_SIZE, BoundedDict
 from fshard._util.errors import ShardingError
 from fshard._util.text import one_line
 from fshard._util.tracebacks import is_users
@@ -27,6 +28,7 @@ from fshard.run.transports.base import (
     LABEL,
     Group,
     Label,
+    Transport,
     current_module,
     current_transport,
     is_observed,
@@ -46,19 +48,22 @@ Place = tuple[str, int]
 """A file and a line in it."""
 _IS_USERS: dict[str, bool] = {}
 """By file, whether its frames are the user's: logs look it up for each collective."""
+_CALL_LABELS: BoundedDict[Hashable, tuple[Label, CodeType, Label]] = BoundedDict()
+"""By the ids of a label and a code, the instruction and the module: these two and the result."""
+_BACKWARD_LABELS: BoundedDict[Hashable, tuple[Label, Transport | None, Label]] = BoundedDict()
+"""By the ids of a label and a transport, and the module: these two and the result."""
 
 
 def user_frame(frame: FrameType | None, end: FrameType | None = None) -> FrameType | None:
     """Return the innermost frame, from `frame` outwards up to `end`, that is the user's."""
     while frame is not end and frame is not None:
-        file = frame.f_code.co_filename
-        known = _IS_USERS.get(file)
+        known = _IS_USERS.get(frame.f_code.co_filename)
         if known is None:
-            known = _IS_USERS[file] = is_users(frame)
+            known = _IS_USERS[frame.f_code.co_filename] = is_users(frame)
         if known:
-            break
+            return frame
         frame = frame.f_back
-    return None if frame is end else frame
+    return None
 
 
 def place_of(frame: FrameType | None, end: FrameType | None = None) -> Place | None:
@@ -67,7 +72,7 @@ def place_of(frame: FrameType | None, end: FrameType | None = None) -> Place | N
     return None if user is None else (user.f_code.co_filename, user.f_lineno)
 
 
-def _line(frame: FrameType | None) -> str:
+def line_of(frame: FrameType | None) -> str:
     """Return `file:line` of the user's frame, or ""."""
     place = place_of(frame)
     return "" if place is None else position_text(*place)
@@ -87,7 +92,7 @@ def user_line(thread: int | None, label: object) -> str:
     In backward the line of the forward call is added, which the stack may not have.
     """
     frame = sys._getframe() if thread is None else sys._current_frames().get(thread)
-    line = _line(frame)
+    line = line_of(frame)
     call = label.line if isinstance(label, Label) else ""
     position = f" at {line}" if line else ""
     return position + (f", of the call at {call}" if call and call != line else "")
@@ -97,18 +102,43 @@ def call_line() -> str:
     """Return `file:line` of the user's call for a later launch; "" if nothing checks it."""
     if CHECKED.get() is None and not is_simulated():
         return ""
-    return _line(sys._getframe())
+    return line_of(sys._getframe())
 
 
-def backward_label() -> Label | None:
-    """Return the label for the backward of the running launch; None if nothing reads it."""
-    label, checked = LABEL.get(), CHECKED.get()
+def call_label(label: Label, frame: FrameType) -> Label:
+    """Return a label with the user's line, found from `frame` outwards, and the running module."""
+    user = None if label.line else user_frame(frame)
+    if user is None:
+        return label
+    code, module = user.f_code, current_module()
+    key = id(label), id(code), user.f_lasti, module  # the code's hash takes a microsecond
+    cached = _CALL_LABELS.get(key)
+    if cached is None:
+        line = position_text(code.co_filename, user.f_lineno)
+        called = replace(label, line=line, module=module or label.module)
+        cached = _CALL_LABELS[key] = label, code, called
+    return cached[2]
+
+
+def backward_label(label: Label | None = None) -> Label | None:
+    """Return the label for the backward of a launch; None if nothing reads it.
+
+    `label` is the launch's, by default that of the running one.
+    """
+    label, checked = label or LABEL.get(), CHECKED.get()
     if label is None or (checked is None and not is_simulated() and not is_observed()):
         return None
-    line = label.line or _line(sys._getframe())
-    name, mesh = f"{BACKWARD}{label.name}", label.mesh
-    ends = _gradient_ends(label.ends)
-    return Label(name, mesh, line, checked, label.arguments, label.shapes, ends, current_module())
+    label = call_label(label, sys._getframe(1))
+    module = current_module() or label.module
+    key = id(label), id(checked), module
+    cached = _BACKWARD_LABELS.get(key)
+    if cached is None:
+        backward = Label(
+            f"{BACKWARD}{label.name}", label.mesh, label.line, checked, label.arguments,
+            label.shapes, _gradient_ends(label.ends), module,
+        )  # fmt: skip
+        cached = _BACKWARD_LABELS[key] = label, checked, backward
+    return cached[2]
 
 
 @lru_cache(maxsize=CACHE_SIZE)

@@ -10,46 +10,49 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard._torch.module_state import hook_forwards
-from fshard.run.transports.base import LABEL, MODULES, Label, current_module
-from fshard.run.transports.divergence_report import Place, place_of, position_text
+from fshard.layout.spec import Spec
+from fshard.run.transports.base import LABEL, MODULES, current_module
+from fshard.run.transports.divergence_report import call_label, line_of
 
+new_tuple: Any = tuple.__new__
+"""Return an instance of a subclass, in a third of the time of a `NamedTuple`'s constructor."""
 _NAMES: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
 """Names of the submodules of modules, by their ids."""
 
 
 class Origin(NamedTuple):
-    """Label, module path and place in the source of a collective that is launched."""
+    """Call, layouts of a program, module path and source line of a collective."""
 
-    label: Label | None
+    name: str
+    arguments: str
+    ends: tuple[Spec, ...]
     module: str
-    place: Place | None
+    line: str
 
     @property
     def call(self) -> str:
-        """The name and the arguments of the label, "" if there is none."""
-        return "" if self.label is None else f"{self.label.name} {self.label.arguments}".strip()
-
-    @property
-    def line(self) -> str:
-        """`file:line` of the user's code, "" if there is none."""
-        if self.label is not None and self.label.line:
-            return self.label.line
-        return "" if self.place is None else position_text(*self.place)
+        """The call of fshard with its arguments, "" for another's."""
+        return f"{self.name} {self.arguments}".strip()
 
     @property
     def redistribution(self) -> str:
         """Source and target layout of a program, "" for other calls."""
-        return "" if self.label is None else " -> ".join(map(str, self.label.ends))
+        return " -> ".join(map(str, self.ends))
 
 
-def current_origin() -> Origin:
+def current_origin(depth: int = 0) -> Origin:
     """Return the origin of the collective that is launched in this thread.
 
-    In a backward pass the module is that of the forward call.
+    In a backward pass the module is that of the forward call. The innermost `depth` frames are not
+    searched for the user's line.
     """
-    label = LABEL.get()
-    module = current_module() or (label.module if label is not None else "")
-    return Origin(label, module, place_of(sys._getframe()))
+    label, frame = LABEL.get(), sys._getframe(depth)
+    if label is None:
+        return Origin("", "", (), current_module(), line_of(frame))
+    label = call_label(label, frame)
+    module = current_module() or label.module
+    parts = label.name, label.arguments, label.ends, module, label.line
+    return new_tuple(Origin, parts)  # type: ignore[no-any-return]
 
 
 def tracked_modules() -> AbstractContextManager[None]:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from fshard.run.transports.base import Event
-from fshard.show.comm.origin import Origin, current_origin
+from fshard.show.comm.origin import Origin, current_origin, new_tuple
 
 Key = tuple[str, str | tuple[str, ...]]
 """An operation and its axis, or a tuple of several axes: `("all_reduce", "tp")`."""
 FIELDS = ("operation", "axes", "dtype", "call", "redistribution", "module", "line")
 """Fields by which launches are grouped."""
+
+
+DEPTH = 4
+"""Number of frames from `current_origin` outwards, itself included, up to `notify`."""
 
 
 class LoggedLaunch(NamedTuple):
@@ -60,25 +64,29 @@ class Phase:
     __slots__ = ("_ranks",)
 
     def __init__(self) -> None:
-        self._ranks: dict[int, dict[LoggedLaunch, list[int]]] = {}
+        self._ranks: defaultdict[int, dict[LoggedLaunch, list[int]]] = defaultdict(dict)
 
     def __add__(self, other: Phase) -> Phase:
         total = Phase()
         for phase in (self, other):
             for rank, launches in phase._ranks.items():
                 for launch, (count, nbytes) in launches.items():
-                    total._add(rank, launch, count, nbytes)
+                    figures = total._ranks[rank].setdefault(launch, [0, 0])
+                    figures[0] += count
+                    figures[1] += nbytes
         return total
 
     def record(self, event: Event) -> None:
         """Count a collective that is launched now in this thread."""
-        launch = LoggedLaunch(event.op, event.axes, event.dtype, current_origin())
-        self._add(event.rank, launch, 1, event.nbytes)
-
-    def _add(self, rank: int, launch: LoggedLaunch, count: int, nbytes: int) -> None:
-        figures = self._ranks.setdefault(rank, {}).setdefault(launch, [0, 0])
-        figures[0] += count
-        figures[1] += nbytes
+        op, axes, nbytes, rank, _, dtype = event
+        launch = new_tuple(LoggedLaunch, (op, axes, dtype, current_origin(DEPTH)))
+        launches = self._ranks[rank]
+        figures = launches.get(launch)
+        if figures is None:
+            launches[launch] = [1, nbytes]
+        else:
+            figures[0] += 1
+            figures[1] += nbytes
 
     @property
     def counts(self) -> Counter[Key]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from numbers import Real
@@ -37,9 +37,11 @@ from fshard.run.autograd.linear_function import (
     are_linear,
     launch_linear,
 )
-from fshard.run.capture import Recording, Recordings, record, replay
+from fshard.run.autograd.replay import replay
+from fshard.run.capture import Recording, Recordings, record
 from fshard.run.graphs.blocks import block_shape
 from fshard.run.transports.base import (
+    Label,
     Transport,
     direct_transport,
     label_of,
@@ -263,7 +265,7 @@ def _launch_transfers(
     xs = tuple(map(payload_of, transfers))
     op = _combine(tuple([transfer.op for transfer in transfers]))
     name = plan.name
-    label = label_of(name, op.mesh, plan.arguments, tuple(map(block_shape, xs)))
+    label = _label(plan, op, xs)
     label = replace(label, line=call_line()) if ahead else label
     needs_grad = torch.is_grad_enabled() and any(map(requires_grad, xs))
     if not needs_grad and not is_transformed():
@@ -282,6 +284,10 @@ def _launch_transfers(
              f"{name}(x, ...) at once, or x.detach()")  # fmt: skip
     group = op
     return with_label(label, lambda: apply_programs(group, xs, False))
+
+
+def _label(plan: CollectivePlan, op: LinearOp, xs: Iterable[torch.Tensor]) -> Label:
+    return label_of(plan.name, op.mesh, plan.arguments, tuple(map(block_shape, xs)))
 
 
 @lru_cache(maxsize=CACHE_SIZE)
@@ -349,7 +355,8 @@ def _capture(
     if transport.rank not in op.mesh or (needs_grad and not has_transpose):
         return None
     forward: TensorFunction = lambda x: launch_collective(plan, x)()  # noqa: E731
-    recorded = record(forward, _transposed(plan, like, transport), like.detach())
+    label, transpose = _label(plan, op, (transfer.x,)), _transposed(plan, like, transport)
+    recorded = record(forward, transpose, like.detach(), label)
     return None if recorded is None or (needs_grad and not recorded.is_linear) else recorded
 
 

@@ -1,9 +1,17 @@
-"""`fs.comm_log` on real processes counts collectives of PyTorch as CommDebugMode does."""
+"""`fs.comm_log` on real processes: counts of PyTorch's collectives, and logs of replayed calls.
+
+The former are those of CommDebugMode, the latter those of calls that are not replayed.
+"""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
@@ -12,8 +20,16 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import fshard as fs
-from fshard import Mesh, P
+from fshard import Mesh, P, Spec
+from fshard.run import execute
+from fshard.run.autograd import replay
+from fshard.run.transports.base import Event, observe
+from fshard.show.comm.phase import FIELDS as ALL_FIELDS
+from fshard.spmd.collectives import collective_plan
 from tests.helpers.gloo.harness import run_ranks
+from tests.helpers.spec_grid import one_in, random_global
+from tests.helpers.spmd.collective_cases import CASES, Collective, axes_of, by_oracle, on_rank
+from tests.helpers.spmd.collective_cases import arguments as collective_arguments
 
 MESH = Mesh(x=2)
 
@@ -77,3 +93,279 @@ def test_raw_collectives_are_counted_on_request() -> None:
         assert {tuple(row["axes"]) for row in rows} == {("ranks 0, 1",)}
         # Collectives that fshard launches are not counted twice.
         assert without_bytes(plain) == without_bytes(both)
+
+
+# -- replayed calls ---------------------------------------------------------------------------
+
+MESHES = [Mesh(i=2), Mesh({"x": 2, "y": 2}, devices=(2, 0, 3, 1))]
+F64 = torch.float64
+REPLAYERS = (replay, execute, collective_plan)
+Log = dict[str, Any]
+
+
+@contextmanager
+def no_replays() -> Iterator[None]:
+    """Run calls without recordings in the block."""
+    patches = [
+        mock.patch.object(module, "direct_transport", return_value=None) for module in REPLAYERS
+    ]
+    for patch in patches:
+        patch.start()
+    try:
+        yield
+    finally:
+        for patch in patches:
+            patch.stop()
+
+
+def log_of(call: Callable[[], object], **options: Any) -> Log:
+    with fs.comm_log(**options) as log:
+        call()
+    return log.to_dict(*ALL_FIELDS)
+
+
+def logs_of(call: Callable[[], object]) -> list[Log]:
+    """Return the logs of a call without replays, of the first calls, and of replays.
+
+    A second series has its first calls, which record, without a log.
+    """
+    logs = []
+    with no_replays():
+        logs.append(log_of(call))
+    for warm in (0, 3):
+        for module in (execute, collective_plan):
+            module._RECORDINGS.clear()
+        for _ in range(warm):
+            call()
+        logs += [log_of(call) for _ in range(4 - warm)]
+    with fs.comm_log() as outer:
+        logs += [log_of(call)]
+    return [*logs, outer.to_dict(*ALL_FIELDS)]
+
+
+def assert_equal(by_rank: list[list[Any]], names: list[str]) -> None:
+    for logs_of_rank in by_rank:
+        for name, (first, *rest) in zip(names, logs_of_rank, strict=True):
+            for log in rest:
+                assert log == first, name
+
+
+# -- collectives and programs ----------------------------------------------------------------
+
+
+def collective_logs(mesh: Mesh, work: list[tuple[int, tuple[str, ...], Any, Any]]) -> list[Any]:
+    fs.init(mesh)
+    place = list(mesh.ranks).index(dist.get_rank())
+    results = []
+    for k, axes, xs, cts in work:
+        case: Collective = CASES[k]
+        x, ct = xs[place], cts[place]
+        results.append(logs_of(lambda: on_rank(case, mesh, axes, x, ct)))  # noqa: B023
+    assert len(collective_plan._RECORDINGS) > 0
+    return results
+
+
+@one_in(2)
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_logs_of_replayed_collectives(mesh: Mesh, every: int) -> None:
+    work, names = [], []
+    for k, case in [*enumerate(CASES)][::every]:
+        for axes in axes_of(mesh)[-1:]:
+            xs = collective_arguments(case, mesh, axes, F64)
+            work.append((k, axes, xs, by_oracle(case, mesh, axes, xs)[1]))
+            names.append(f"{case.name} along {axes}")
+    assert_equal(run_ranks(mesh.size, collective_logs, mesh, work), names)
+
+
+LAYOUTS = [P(), P("x"), P(None, "y"), P(("y", "x")), P(unreduced={"x"}), P(reduced={"y"}),
+           P(unreduced={"x": "max"})]  # fmt: skip
+
+
+def program_logs(progs: list[fs.Program]) -> list[Any]:
+    fs.init(progs[0].src.mesh)
+    results = []
+    for prog in progs:
+        x = random_global(prog.src.local_shape(dist.get_rank()), F64)
+        x.requires_grad_(prog.is_linear)
+
+        def call(prog: fs.Program = prog, x: torch.Tensor = x) -> None:
+            y = prog(x)
+            if x.requires_grad:
+                ct = torch.ones_like(y, requires_grad=True)
+                (grad,) = torch.autograd.grad(y, x, ct, create_graph=True)
+                torch.autograd.grad(grad, ct, x)
+
+        results.append(logs_of(call))
+    assert len(execute._RECORDINGS) > 0
+    return results
+
+
+@one_in(2)
+def test_logs_of_replayed_programs(every: int) -> None:
+    mesh, progs = MESHES[1], []
+    for shape in ((4, 8), (5, 6)):
+        specs = [Spec(mesh, p, shape=shape, dtype=F64, uneven="chunk") for p in LAYOUTS]
+        for src in specs:
+            kinds = set(src.partition.unreduced.values())
+            progs += [
+                fs.redistribute(src, dst)
+                for dst in specs
+                if not kinds or set(dst.partition.unreduced.values()) in (set(), kinds)
+            ]
+    progs = progs[::every]
+    assert_equal(run_ranks(mesh.size, program_logs, progs), list(map(str, progs)))
+
+
+# -- bodies ----------------------------------------------------------------------------------
+
+
+class Layer(torch.nn.Module):
+    """Module whose forward gathers and sums."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = fs.psum(fs.all_gather(x, "i", tiled=True), "i")
+        return y
+
+
+def mapped_calls(*, check: bool) -> Callable[[], None]:
+    """Return a call of a mapped function with modules, an overlapped sum and several gradients."""
+    net, x, w = torch.nn.Sequential(Layer(), Layer()), torch.ones(4), torch.ones(4)
+
+    def body(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        pending = fs.start(fs.psum, x.sum(), "i")
+        y = net(x).sum() * w
+        result: torch.Tensor = fs.psum(x, "i").sum() * y + pending.wait()
+        return result
+
+    mapped = fs.shard_map(body, mesh=MESHES[0], in_specs=(P("i"), P()), out_specs=P(), check=check)
+
+    def call() -> None:
+        leaves = [value.clone().requires_grad_() for value in (x, w)]
+        mapped(*leaves).sum().backward()
+
+    return call
+
+
+def mapped_logs(check: bool) -> list[Any]:
+    fs.init(MESHES[0])
+    src = Spec(MESHES[0], P("i"), shape=(4,))
+    dst = src.replace(partition=P())
+    batch = fs.redistribute((src, src), (dst, dst))
+    return [logs_of(mapped_calls(check=check)), logs_of(lambda: batch((torch.ones(2),) * 2))]
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_logs_of_mapped_functions_and_batches(check: bool) -> None:
+    by_rank = run_ranks(2, mapped_logs, check)
+    assert_equal(by_rank, ["a mapped function", "a batch"])
+    log = by_rank[0][0][0]
+    assert {row["module"] for row in log["forward"]} >= {"Sequential.0", "Sequential.1"}
+    assert {row["module"] for row in log["backward"]} >= {"Sequential.0", "Sequential.1"}
+
+
+# -- who observes ----------------------------------------------------------------------------
+
+
+def gradient_calls() -> list[Callable[[], torch.Tensor]]:
+    x = torch.ones(2, requires_grad=True)
+    src = Spec(MESHES[0], P("i"), shape=(4,))
+    prog = fs.redistribute(src, src.replace(partition=P()))
+    return [
+        lambda: fs.psum(x, "i", mesh=MESHES[0]),
+        lambda: fs.all_gather(x, "i", mesh=MESHES[0]),
+        lambda: prog(x),
+    ]
+
+
+def late_logs() -> list[Any]:
+    """Return logs that are opened between a forward and its backward pass, or end there."""
+    fs.init(MESHES[0])
+    results = []
+    for call in gradient_calls():
+        logs = []
+        for replays in (False, True, True, True):
+            with nullcontext() if replays else no_replays():
+                y = call()
+                late = log_of(lambda: y.sum().backward())  # noqa: B023
+                with fs.comm_log() as early:
+                    y = call()
+                y.sum().backward()
+            logs.append((late, early.to_dict(*ALL_FIELDS)))
+        results.append(logs)
+    return results
+
+
+def test_logs_of_one_pass() -> None:
+    assert_equal(run_ranks(2, late_logs), ["psum", "all_gather", "program"])
+
+
+def raw_logs() -> list[Any]:
+    fs.init(MESHES[0])
+    results = []
+    for forward in [*gradient_calls(), mapped_calls(check=False)]:
+
+        def call(forward: Callable[[], Any] = forward) -> None:
+            y = forward()
+            if y is not None:
+                y.sum().backward()
+
+        for _ in range(3):
+            call()
+        with fs.comm_log() as log, fs.comm_log(raw=True) as raw:
+            call()
+        results.append(
+            [log_of(call), log_of(call, raw=True), *(x.to_dict(*ALL_FIELDS) for x in (log, raw))]
+        )
+    return results
+
+
+def test_raw_logs_count_replays_once() -> None:
+    assert_equal(run_ranks(2, raw_logs), ["psum", "all_gather", "program", "a mapped function"])
+
+
+def threaded_logs() -> list[Any]:
+    """Return logs of a call in this thread and in another one, and of none."""
+    fs.init(MESHES[0])
+    call = mapped_calls(check=False)
+    for _ in range(3):
+        call()
+
+    def in_thread() -> None:
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+
+    return [log_of(call), log_of(in_thread), log_of(call)]
+
+
+def test_logs_of_other_threads() -> None:
+    assert_equal([[logs] for logs in run_ranks(2, threaded_logs)], ["a mapped function"])
+
+
+def observed_on_one_rank() -> list[Any]:
+    """Return the gradients of calls that only rank 0 observes, and the number of its events."""
+    fs.init(MESHES[0])
+    ws = [torch.ones(4, requires_grad=True) for _ in range(3)]
+    mapped = fs.shard_map(
+        lambda x, *ws: fs.psum(x, "i").sum() * sum(w.sum() for w in ws),
+        mesh=MESHES[0], in_specs=(P("i"), *[P()] * 3), out_specs=P(), check=False,
+    )  # fmt: skip
+    events: list[Event] = []
+    grads = []
+    for _ in range(4):
+        x = torch.arange(4.0, requires_grad=True)
+        if dist.get_rank() == 0:
+            with observe(events.append):
+                grads.append(torch.autograd.grad(mapped(x, *ws), (x, *ws)))
+        else:
+            grads.append(torch.autograd.grad(mapped(x, *ws), (x, *ws)))
+    return [grads, len(events)]
+
+
+def test_an_observer_on_one_rank_changes_nothing() -> None:
+    (grads, count), (others, none) = run_ranks(2, observed_on_one_rank)
+    assert count > 0
+    assert none == 0
+    for first, second in zip(grads, others, strict=True):
+        for a, b in zip(first, second, strict=True):
+            torch.testing.assert_close(a, b)

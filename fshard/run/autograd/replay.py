@@ -1,0 +1,135 @@
+"""Replays of recordings, with their gradients and what observers see of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import torch
+
+from fshard._torch.legacy_vmap import is_legacy_batched
+from fshard._torch.memory import materialized
+from fshard.run.capture import Recording
+from fshard.run.transports.base import (
+    LABEL,
+    Label,
+    backward_phase,
+    direct_transport,
+    is_observed,
+    notify_again,
+)
+from fshard.run.transports.divergence_report import backward_label, call_label
+
+Labels = Sequence[Label | None] | None
+"""Labels of calls that are observed, or None."""
+
+
+def replay(recordings: Sequence[Recording], xs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Replay recordings, as one node of autograd if a tensor requires grad; these are linear.
+
+    Collectives of all are under way together, forward and backward. They are launched in the order
+    in which those of single functions are, backward in the reverse one.
+    """
+    labels: Labels = None
+    if is_observed():
+        outer, frame = LABEL.get(), sys._getframe(1)
+        own = [outer or recording.label for recording in recordings]
+        labels = [label and call_label(label, frame) for label in own]
+    if torch.is_grad_enabled() and any([x.requires_grad for x in xs]):  # noqa: C419 - one frame
+        results: Sequence[torch.Tensor] = _Replay.apply(recordings, labels, *xs)  # type: ignore[no-untyped-call]
+        return results
+    return _run_together(recordings, labels, xs)
+
+
+def _run_together(
+    recordings: Sequence[Recording], labels: Labels, xs: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    if len(xs) == 1 and labels is None:
+        return (recordings[0].run(xs[0]),)
+    running = [recording.start(x) for recording, x in zip(recordings, xs, strict=True)]
+    if labels is not None:
+        running = list(map(_observed, recordings, labels, running))
+    for start in running:
+        next(start)
+    return tuple(map(_finished, running))
+
+
+def _observed(
+    recording: Recording, label: Label | None, running: Generator[None, None, torch.Tensor]
+) -> Generator[None, None, torch.Tensor]:
+    """Run a recording in two parts, with a label, and report its collectives to observers."""
+    token = LABEL.set(label)
+    try:
+        notify_again(recording.events)
+        next(running)
+    finally:
+        LABEL.reset(token)
+    yield
+    token = LABEL.set(label)
+    try:
+        return (yield from running)
+    finally:
+        LABEL.reset(token)
+
+
+class _Replay(torch.autograd.Function):
+    """Forward replays recordings, backward their transposes."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, recordings: Sequence[Recording], labels: Labels, *xs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.recordings = recordings
+        ctx.labels = labels and [label and backward_label(label) for label in labels]
+        ctx.set_materialize_grads(False)
+        ys = _run_together(recordings, labels, xs)
+        ctx.mark_non_differentiable(
+            *[y for x, y in zip(xs, ys, strict=True) if not x.requires_grad]
+        )
+        return ys
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        labels = ctx.labels or [None] * len(grads)
+        running = [
+            None if grad is None else _transposed(recording, grad, label)
+            for recording, grad, label in zip(
+                reversed(ctx.recordings), reversed(grads), reversed(labels), strict=True
+            )
+        ]
+        results = [None if start is None else _finished(start) for start in running]
+        return None, None, *reversed(results)
+
+
+def _transposed(
+    recording: Recording, grad: torch.Tensor, label: Label | None
+) -> torch.Tensor | Generator[None, None, torch.Tensor]:
+    """Return the transpose of a cotangent, or a generator that has it under way."""
+    transposed = recording.T
+    plain = type(grad) is torch.Tensor and not is_legacy_batched(grad)
+    if direct_transport() is None or not plain:
+        with backward_phase(label):
+            return transposed.function(grad)
+    if not transposed.is_identity:
+        grad = materialized(grad)  # as when it was recorded
+    if torch.is_grad_enabled() and grad.requires_grad:
+        with backward_phase(label):
+            return replay((transposed,), (grad,))[0]
+    running = transposed.start(grad)
+    if is_observed():
+        running = _observed(transposed, label or transposed.label, running)
+    next(running)
+    return running
+
+
+def _finished(running: torch.Tensor | Generator[None, None, torch.Tensor]) -> torch.Tensor:
+    """Return the result of what `_transposed` returns."""
+    if isinstance(running, torch.Tensor):
+        return running
+    try:
+        next(running)
+    except StopIteration as end:
+        result: torch.Tensor = end.value
+        return result
+    raise AssertionError
