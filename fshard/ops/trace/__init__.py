@@ -2,6 +2,7 @@
 
 - `trace`: the graph of a function or of a decomposition; `fs.constrain`.
 - `functionalize`: writes in place become new values.
+- `hidden_writes`: gradients of values that are written under `no_grad` or through `detach()`.
 - `inner_gradients`: functions that take gradients or use `torch.func` themselves.
 - `inference`: blocks of `torch.inference_mode` as blocks without gradients.
 - `custom_functions`: the backward of a custom `autograd.Function` as a graph.

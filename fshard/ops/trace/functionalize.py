@@ -30,11 +30,10 @@ from fshard._torch.memory import storage_address
 from fshard._torch.modes import DispatchMode
 from fshard._torch.operators import OpOverload, schema_of, schema_or_none
 from fshard._util.dtypes import is_inexact
-from fshard._util.errors import Problem, fail
+from fshard._util.errors import fail
 from fshard.layout.tree import tensors_in
 from fshard.ops.core.call import base_name, instances_in
 from fshard.ops.prng.draw_ops import DRAW_SCHEMAS
-from fshard.ops.trace.source_places import place_of_node
 from fshard.spmd.tracking.torch_effects import WRITES_ARGUMENT, written_arguments
 
 
@@ -44,17 +43,12 @@ def has_no_gradient(op: Any) -> bool:
     return name in ("detach", "detach_") or (name in DRAW_SCHEMAS and op.namespace == "fshard")
 
 
-_NONE: frozenset[int] = frozenset()
-CLOSURE = frozenset((-1,))
-"""The index of a tensor that the function closes over and that requires grad."""
-
-
 def writes(node: fx.Node) -> list[fx.Node]:
     """Return the operands that an operation writes, running statistics included."""
     op = node.target
     if not isinstance(op, OpOverload):
         return []
-    written = [*written_operands(op, node.args, node.kwargs), *_statistics(node)]
+    written = [*written_operands(op, node.args, node.kwargs), *statistics_of(node)]
     return instances_in(written, fx.Node)
 
 
@@ -71,7 +65,7 @@ def _named(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str,
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def _statistics(node: fx.Node) -> list[Any]:
+def statistics_of(node: fx.Node) -> list[Any]:
     """Return the running statistics that a norm writes, which its schema does not say."""
     name = base_name(node.target)
     if name not in WRITES_ARGUMENT or "norm" not in name:
@@ -236,68 +230,6 @@ def _storages(node: fx.Node) -> set[int]:
 # -- refused writes -----------------------------------------------------------------------------
 
 
-def check_writes(
-    graph: fx.GraphModule, *, grad: bool
-) -> tuple[list[tuple[str, frozenset[int]]], frozenset[int]]:
-    """Find the writes that would lose a gradient, and those that gradients are tracked through.
-
-    PyTorch passes gradients by a value that is written under `no_grad`, or through `detach()`, as
-    if it had not been written; the new value of a functional graph has those of what is read.
-
-    Args:
-        graph: the graph with writes.
-        grad: if gradients are tracked at the beginning of the graph.
-
-    Returns:
-        The writes that would lose a gradient, each with the indices of the arguments whose gradient
-        that is; and the indices of the arguments written while gradients are tracked.
-
-    Raises:
-        ShardingError: for writes to tensors that the function closes over.
-    """
-    arguments = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    own = {node: frozenset((i,)) for i, node in enumerate(arguments) if _is_inexact(node)}
-    sources = dict(own)
-    for node in graph.graph.nodes:
-        if node.op == "get_attr" and getattr(graph, node.target).requires_grad:
-            sources[node] = CLOSURE
-    lost: list[tuple[str, frozenset[int]]] = []
-    tracked = _NONE
-    differentiable = _differentiable(graph, grad)
-    for node in graph.graph.nodes:
-        if node.op != "call_function":
-            continue
-        operands = [sources.get(x, _NONE) for x in node.all_input_nodes if node in differentiable]
-        union = _NONE.union(*operands)
-        statistics = _statistics(node)  # which have no gradient
-        for place, operand in enumerate(written := writes(node)):
-            used = _used_later(operand, node, differentiable)
-            if used and union and node in differentiable and _is_hidden(operand):
-                if all(map(_is_hidden, used)):
-                    differentiable |= _unshare(operand, node, graph.graph)
-                elif len(written) == 1 and not any(map(_is_hidden, used)):
-                    _detach_reads(operand, node, graph.graph)
-                    union = _NONE
-            target = writes(node)[place]  # a copy, maybe
-            read = union if node in differentiable and used else _NONE
-            lost_here, root, hidden = _lost(target, node, read, sources, differentiable, used)
-            lost += lost_here
-            if target not in statistics:
-                tracked |= _NONE if hidden else own.get(root, _NONE)
-                sources.update((x, sources.get(x, _NONE) | union) for x in aliases(target))
-        sources[node] = union if _is_inexact(node) else _NONE
-    return lost, tracked
-
-
-def hidden_write(name: str) -> Problem:
-    """Return the problem of an operation by which gradients would differ from PyTorch's."""
-    return Problem(
-        f"{name} writes under no_grad, or by a detach(), a tensor or values that have a gradient",
-        "PyTorch passes gradients by such a write, as if it had not been",
-        "write where gradients are tracked, write x.detach().clone(), or read y.detach()",
-    )
-
-
 class ClosureGuard(DispatchMode):
     """Mode that refuses writes to tensors that a traced function closes over.
 
@@ -362,108 +294,19 @@ def refuse_closure_write(name: str) -> NoReturn:
          "{**dict(m.named_parameters()), **dict(m.named_buffers())}")  # fmt: skip
 
 
-def _differentiable(graph: fx.GraphModule, grad: bool) -> frozenset[fx.Node]:
-    """Return the nodes that pass gradients, and the output; `grad` is the initial grad mode."""
-    nodes = []
-    for node in graph.graph.nodes:
-        if node.target is SET_GRAD_ENABLED:
-            grad = node.args[0]
-        if node.op == "output" or (grad and not has_no_gradient(node.target)):
-            nodes.append(node)
-    return frozenset(nodes)
-
-
-def _lost(
-    target: fx.Node, node: fx.Node, read: frozenset[int],
-    sources: dict[fx.Node, frozenset[int]], differentiable: frozenset[fx.Node],
-    used: Sequence[fx.Node],
-) -> tuple[list[tuple[str, frozenset[int]]], fx.Node, bool]:  # fmt: skip
-    """Return the item of `check_writes` for one written operand, if there is one.
-
-    `read` are the arguments whose gradients the write passes on to the operand, `used` the nodes of
-    its memory that are read later.
-    Also return the node in whose memory the operand is, and True if the write is hidden from
-    autograd.
-    """
-    root, hidden = target, node not in differentiable
-    while (base := _base(root)) is not None:
-        hidden = hidden or has_no_gradient(root.target)
-        root = base
-    if root.op == "get_attr":
-        refuse_closure_write(node.name)
-    args = read if all(map(_is_hidden, used)) else read | sources.get(root, _NONE)
-    place = place_of_node(node)
-    name = f"{node.name} at {place}" if place else node.name
-    return [(name, args)] if hidden and args else [], root, hidden
-
-
-def _used_later(
-    target: fx.Node, node: fx.Node, differentiable: frozenset[fx.Node]
-) -> list[fx.Node]:
-    """Return the nodes in the memory of `target` that others read after `node`, with gradients."""
-    memory = aliases(target)
-
-    def is_used(alias: fx.Node) -> bool:
-        users = [user for user in alias.users if user in differentiable and user not in memory]
-        return any(node < user for user in users)
-
-    return [alias for alias in memory if is_used(alias)]
-
-
-def _unshare(target: fx.Node, node: fx.Node, graph: fx.Graph) -> frozenset[fx.Node]:
-    """Copy a detached value that `node` writes, if nothing else uses its memory from then on.
-
-    The copy gets the gradients of what is written, as the detached value does in PyTorch.
-
-    Returns:
-        The copy, nothing if there is none.
-    """
-    detached: Any = target
-    while not has_no_gradient(detached.target):
-        detached = _base(detached)
-    own = {detached, *_views_of(detached)}
-    others = [x for x in aliases(detached) if x not in own]
-    if others[0].op != "call_function" or any(node < u for x in others for u in x.users):
-        return frozenset()
-    with graph.inserting_after(detached):
-        copy = graph.call_function(torch.ops.aten.clone.default, (detached,))
-    copy.meta["val"] = detached.meta["val"].clone()
-    detached.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
-    return frozenset((copy,))
-
-
-def _detach_reads(target: fx.Node, node: fx.Node, graph: fx.Graph) -> None:
-    """Detach the operands that `node` writes to memory that is read without gradients."""
-    with graph.inserting_before(node):
-        for x in node.all_input_nodes:
-            if x is not target and _is_inexact(x):
-                detached = graph.call_function(torch.ops.aten.detach.default, (x,))
-                detached.meta["val"] = x.meta["val"]
-                node.replace_input_with(x, detached)
-
-
-def _is_hidden(node: fx.Node) -> bool:
-    """Return True if a value shares memory through an operation that passes no gradient."""
-    while (base := _base(node)) is not None:
-        if has_no_gradient(node.target):
-            return True
-        node = base
-    return False
-
-
 def aliases(node: fx.Node) -> list[fx.Node]:
     """Return the nodes whose values share the memory of a node's value, itself included."""
-    while (base := _base(node)) is not None:
+    while (base := base_of(node)) is not None:
         node = base
     return [node, *_views_of(node)]
 
 
-def _base(node: fx.Node) -> fx.Node | None:
+def base_of(node: fx.Node) -> fx.Node | None:
     """Return the node whose memory a result shares, or may share; None if it is new."""
     if node.target is operator.getitem:
         # One of several results, which share memory if they are views.
         source = node.args[0]
-        return _base(source) if isinstance(source, fx.Node) else None
+        return base_of(source) if isinstance(source, fx.Node) else None
     schema: Any = schema_or_none(node.target)
     if schema is None or all(result.alias_info is None for result in schema.returns):
         return _hidden_base(node)
@@ -475,10 +318,11 @@ def _base(node: fx.Node) -> fx.Node | None:
 def _views_of(node: fx.Node) -> Iterator[fx.Node]:
     """Yield the nodes whose values are in the memory of a node's value."""
     for user in node.users:
-        if _base(user) is node or user.target is operator.getitem:
+        if base_of(user) is node or user.target is operator.getitem:
             yield user
             yield from _views_of(user)
 
 
-def _is_inexact(node: fx.Node) -> bool:
+def has_inexact_value(node: fx.Node) -> bool:
+    """Return True if a result has gradients, by its dtype."""
     return any(map(is_inexact, instances_in(node.meta.get("val"), torch.Tensor)))

@@ -36,7 +36,7 @@ from fshard._torch.functorch import (
 )
 from fshard._torch.memory import innermost, storage_address
 from fshard._torch.modes import DisableTorchFunction, DispatchMode, function_modes
-from fshard._torch.operators import is_query
+from fshard._torch.operators import changes_shape, is_query
 from fshard._util.dtypes import is_inexact
 from fshard._util.errors import fail, raise_if
 from fshard.layout.tree import tensors_in
@@ -44,7 +44,7 @@ from fshard.ops.core.call import map_call, map_instances, name_of
 from fshard.ops.core.window_arguments import argument_problems
 from fshard.ops.trace.constants import READS, read_constants, with_known_sizes
 from fshard.ops.trace.custom_functions import apply_in_transform, apply_traced, has_own_backward
-from fshard.ops.trace.functionalize import hidden_write, written_operands
+from fshard.ops.trace.functionalize import base_of, written_operands
 from fshard.ops.trace.fused_updates import FUSED_STEPS
 from fshard.ops.trace.inference import as_traced
 from fshard.ops.trace.source_places import note_place
@@ -221,8 +221,8 @@ class BelowAutograd(TraceMode):
         if func in READS and (values := self.read(func, args, kwargs)):
             return values[0]
         func, args, kwargs = with_known_sizes(func, args, kwargs or {}, self.read)
-        ungraded = self.tracked and not torch.is_grad_enabled()
-        if ungraded and effect_of(func).action not in _UNTRACKED:
+        is_untracked = self.tracked and not torch.is_grad_enabled() and not changes_shape(func)
+        if is_untracked and effect_of(func).action not in _UNTRACKED:
             return self._without_gradients(func, args, kwargs)
         out = self.run(func, args, kwargs)
         has_graph = func is not torch.autograd.grad or bool(kwargs.get("create_graph"))
@@ -235,19 +235,12 @@ class BelowAutograd(TraceMode):
     def _without_gradients(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return the result of a call under `no_grad`, of operands that are detached.
 
-        The graph has no grad mode. A written operand is not detached: PyTorch passes its gradients
-        on as if it had not been written.
+        The graph has no grad mode: a write to a detached operand is one that gradients pass by.
         """
-        writes = effect_of(func).action in (Action.WRITE, Action.WRITE_LISTS)
-        written = [*tensors_in((args[: int(writes)], kwargs.get("out")))]
-        if self.requires_grad and any(x.requires_grad and not x.is_leaf for x in written):
-            name = f"{func.__name__}{user_line(None, None)}"
-            raise_if(self.where, [hidden_write(name)])
-        kept = {id(x) for x in written}
         originals: dict[int, torch.Tensor] = {}
 
         def detached(x: torch.Tensor) -> torch.Tensor:
-            if id(x) in kept or not x.requires_grad:
+            if not x.requires_grad:
                 return x
             alias = x.detach()
             originals[id(alias)] = x
@@ -277,7 +270,8 @@ class SavedTensors(DispatchMode):
         self.saved: dict[fx.Node, bool] = {}
         self.unpacked: set[fx.Node | None] = set()
         self.written: set[fx.Node | None] = set()
-        """Nodes of tensors that the function writes, which get gradients of what is written."""
+        """Nodes of tensors that the function writes, which get gradients of what is written, and
+        of those whose views they are."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -291,7 +285,11 @@ class SavedTensors(DispatchMode):
             if is_saved and node is not None and node.target is _DETACH:
                 self.saved[node] = x.is_leaf
         # Operations on lists return no new tensors for those that they write.
-        self.written |= {*map(_node_of, tensors_in(written_operands(func, args, kwargs or {})))}
+        for x in tensors_in(written_operands(func, args, kwargs or {})):
+            node = _node_of(x)
+            while node is not None:
+                self.written.add(node)
+                node = base_of(node)
         out = func(*args, **(kwargs or {}))
         if func is _DETACH and graph_task_id() != -1:  # autograd runs backward
             self.unpacked.add(_node_of(out))

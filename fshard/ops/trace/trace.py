@@ -54,11 +54,10 @@ from fshard.ops.trace.custom_functions import extract_backwards, has_effects
 from fshard.ops.trace.draw_layouts import assign_draw_layouts
 from fshard.ops.trace.functionalize import (
     ClosureGuard,
-    check_writes,
     functional,
-    hidden_write,
     writes,
 )
+from fshard.ops.trace.hidden_writes import keep_gradients
 from fshard.ops.trace.inference import inference_without_grad
 from fshard.ops.trace.inner_gradients import (
     AboveAutograd,
@@ -113,37 +112,29 @@ class TracedFunction:
     """Graph of a function without writes, and the writes of the function.
 
     `written` are the indices of the arguments that the function writes; the graph returns their
-    final values after the results. `lost` are the writes that would lose a gradient, each with the
-    indices of the arguments whose gradient that is. `tracked` are the indices of the arguments
-    that are written while gradients are tracked. `accepts` says if the graph holds for other
-    values of the symbolic numbers, None if it depends on one of them.
+    final values after the results. `tracked` are the indices of the arguments that are written
+    while gradients are tracked. `accepts` says if the graph holds for other values of the symbolic
+    numbers, None if it depends on one of them.
     """
 
     graph: fx.GraphModule
     written: tuple[int, ...] = ()
-    lost: tuple[tuple[str, frozenset[int]], ...] = ()
     tracked: frozenset[int] = frozenset()
     accepts: Accepts | None = None
     read: tuple[torch.Tensor, ...] = ()
     """Closed-over tensors whose values the function read."""
 
     def check(self, requires_grad: Sequence[bool], names: Sequence[str], where: str) -> None:
-        """Raise `ShardingError` for writes whose gradients would differ from PyTorch's.
+        """Raise `ShardingError` for arguments that are written and whose gradients are requested.
 
         `requires_grad` and `names` have an item for every argument.
         """
-        problems = [
-            hidden_write(name)
-            for name, args in self.lost
-            if any(i < 0 or requires_grad[i] for i in args)
-        ]
-        problems += [
+        raise_if(where, [
             Problem(f"{names[index]} is written, and requires grad",
                     "a value that is written to an argument has no gradient",
                     "write a clone(), return the new value, or write it under torch.no_grad()")
             for index in sorted(self.tracked) if requires_grad[index]
-        ]  # fmt: skip
-        raise_if(where, problems)
+        ])  # fmt: skip
 
 
 def trace(
@@ -223,7 +214,6 @@ def _trace(
             return fn(*tensors)
 
     written: tuple[int, ...] = ()
-    lost: list[tuple[str, frozenset[int]]] = []
     tracked: frozenset[int] = frozenset()
     symbolic = SymbolicNumbers(numbers) if numbers else None
     symbols, env = (symbolic.symbols, symbolic.env) if symbolic else ((), None)
@@ -250,14 +240,14 @@ def _trace(
                 # An unused result must not count as a use of a written tensor.
                 graph.graph.eliminate_dead_code(lambda n: bool(writes(n)) or has_effects(n))
                 _check_shapes(fakes, metas, where)
-                lost, tracked = check_writes(graph, grad=torch.is_grad_enabled())
+                tracked = keep_gradients(graph, requires_grad, grad=torch.is_grad_enabled())
                 graph, written = functional(graph, fakes, symbols, above=above)
                 _check_functional(graph, where)
         except ShardingError:
             raise
         except Exception as error:  # noqa: BLE001 - it is the user's function that ran
             refuse_function(where, error)
-    return TracedFunction(graph, written, tuple(lost), tracked if above else frozenset(),
+    return TracedFunction(graph, written, tracked if above else frozenset(),
                           symbolic.condition() if symbolic else None,
                           tuple(mode.closures))  # fmt: skip
 
