@@ -47,6 +47,8 @@ def _run_together(
 ) -> tuple[torch.Tensor, ...]:
     if len(xs) == 1 and labels is None:
         return (recordings[0].run(xs[0]),)
+    if len(xs) == 1 and labels is not None:
+        return (_run_observed(recordings[0], xs[0], labels[0]),)
     running = [recording.start(x) for recording, x in zip(recordings, xs, strict=True)]
     if labels is not None:
         running = list(map(_observed, recordings, labels, running))
@@ -55,10 +57,20 @@ def _run_together(
     return tuple(map(_finished, running))
 
 
+def _run_observed(recording: Recording, x: torch.Tensor, label: Label | None) -> torch.Tensor:
+    """Run a recording with a label, and report its collectives to observers."""
+    token = LABEL.set(label)
+    try:
+        notify_again(recording.events)
+        return recording.run(x)
+    finally:
+        LABEL.reset(token)
+
+
 def _observed(
     recording: Recording, label: Label | None, running: Generator[None, None, torch.Tensor]
 ) -> Generator[None, None, torch.Tensor]:
-    """Run a recording in two parts, with a label, and report its collectives to observers."""
+    """Do the same in two parts, of which the first has launched all collectives."""
     token = LABEL.set(label)
     try:
         notify_again(recording.events)
