@@ -105,14 +105,6 @@ def unviewed(x: torch.Tensor) -> torch.Tensor:
     return result
 
 
-_AT_ONCE = 1 << 59
-
-
-def run_at_once(node: Any) -> None:
-    """Let backward run a node as soon as it can, before all nodes that are not ordered."""
-    node._set_sequence_nr(_AT_ONCE)
-
-
 _ORDERED = 1 << 60
 """Sequence numbers from here on are of nodes that `order_nodes` has ordered."""
 _GRAPHS = itertools.count()

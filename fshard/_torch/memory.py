@@ -21,8 +21,6 @@ storage_id: Callable[[torch.Tensor], int] = torch._C._storage_id  # type: ignore
 """Return an id of the storage; raise for sparse tensors and wrappers of `torch.func`."""
 copy_all: Callable[[Any, Any], None] = torch._foreach_copy_
 """`copy_all(targets, sources)`: copy tensors by one call."""
-alias: Callable[[torch.Tensor], torch.Tensor] = torch.ops.aten.alias.default
-"""Return the same memory; unlike that of a view, the gradient is the cotangent itself."""
 _owners: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]
 ONE_OWNER = 2
 """References to the storage of one tensor: of the tensor and of the storage's Python object."""
@@ -47,8 +45,7 @@ class FlatBuffer:
 
     def __init__(self, xs: Sequence[torch.Tensor]) -> None:
         sizes = [x.numel() for x in xs]
-        device = "cpu" if xs[0].is_meta else xs[0].device
-        self.flat = torch.empty(sum(sizes), dtype=xs[0].dtype, device=device)
+        self.flat = torch.empty(sum(sizes), dtype=xs[0].dtype, device=xs[0].device)
         parts = self.flat.split(sizes)
         self.views = [part.view(x.shape) for part, x in zip(parts, xs, strict=True)]
         del parts
@@ -56,38 +53,13 @@ class FlatBuffer:
         self._uses = _use_count(self._storage)
         self._references = sys.getrefcount(self._storage)
 
-    def fill(self, xs: Sequence[torch.Tensor]) -> bool:
-        """Copy tensors into the memory, unless they are its parts; return False if it is in use.
-
-        >>> buffer = FlatBuffer([torch.ones(2), torch.ones(1)])
-        >>> part = buffer.put(0, torch.tensor([1.0, 2.0]))
-        >>> buffer.fill([part, torch.tensor([3.0])]), buffer.flat
-        (True, tensor([1., 2., 3.]))
-        """
-        others = [
-            i for i, (x, view) in enumerate(zip(xs, self.views, strict=True))
-            if x.data_ptr() != view.data_ptr() or not x.nbytes
-        ]  # fmt: skip
-        if not (self.fits(xs) and self.is_free(but=len(xs) - len(others))):
-            return False
-        if others:
-            copy_all([self.views[i] for i in others], [xs[i] for i in others])
-        return True
-
-    def put(self, index: int, x: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor into the memory; return that part of it."""
-        part: torch.Tensor = self.views[index].copy_(x).data
-        return part
-
-    def is_free(self, *, but: int = 0) -> bool:
+    def is_free(self) -> bool:
         """Return True if nothing refers to the memory but the buffer, and it is as large as before.
-
-        `but` tensors may refer to it.
 
         A storage that a user holds is one Python object with the buffer's.
         """
         return (
-            _use_count(self._storage) == self._uses + but
+            _use_count(self._storage) == self._uses
             and sys.getrefcount(self._storage) == self._references
             and self._storage.nbytes() == self.flat.nbytes
         )

@@ -7,9 +7,8 @@ their first leaves: so ranks in several groups never wait for each other in a ri
 
 from __future__ import annotations
 
-import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -17,7 +16,7 @@ import torch
 
 from fshard._torch.autograd_state import is_view, unviewed
 from fshard._torch.functorch import transforms_active
-from fshard._torch.memory import FlatBuffer, flatten_all
+from fshard._torch.memory import FlatBuffer, copy_all, flatten_all
 from fshard._torch.modes import current_dispatch_mode
 from fshard._util.cache import CACHE_SIZE
 from fshard.layout.mesh import Mesh
@@ -158,73 +157,6 @@ def _bucket_plan(progs: tuple[Program, ...], bucket: tuple[int, ...], rank: int)
         planned.append(tuple(launches))
     after = [row for i, leaf in leaves.items() for row in leaf.stages_until(i)]
     return BucketPlan(tuple(planned), tuple(after))
-
-
-class CopyPlace(NamedTuple):
-    """Place of a leaf in an all-reduce that sends locals as they are.
-
-    Attributes:
-        plan: the launch.
-        number: the leaf's number in it.
-        locals: tensors without values like those of all its leaves.
-    """
-
-    plan: KindPlan
-    number: int
-    locals: tuple[torch.Tensor, ...]
-
-
-def copy_places(
-    progs: tuple[Program, ...], plans: Sequence[BucketPlan], rank: int
-) -> dict[int, CopyPlace]:
-    """Return the places of the leaves that are sent with others by the first all-reduces."""
-    places: dict[int, CopyPlace] = {}
-    for launch in itertools.chain(*(bucket.rounds[0] for bucket in plans if bucket.rounds)):
-        changed = {leaf for leaf, _ in launch.before}
-        for plan in launch.kinds:
-            leaves = [leaf for leaf, _ in plan.own]
-            if plan.kind[0] != "all_reduce" or len(leaves) < 2 or not changed.isdisjoint(leaves):
-                continue
-            specs = [progs[leaf].src for leaf in leaves]
-            metas = [torch.empty(s.local_shape(rank), dtype=s.dtype, device="meta") for s in specs]
-            places |= {leaf: CopyPlace(plan, i, tuple(metas)) for i, leaf in enumerate(leaves)}
-    return places
-
-
-class EarlyCopies:
-    """Copies of locals in the buffers of a launch before it, so that their own memory is freed.
-
-    >>> from fshard import Mesh, P, Spec, redistribute
-    >>> specs = [Spec(Mesh(x=2), P(unreduced="x"), shape=(n,)) for n in (2, 3)]
-    >>> progs = tuple(redistribute(spec, spec.replace(partition=P())) for spec in specs)
-    >>> copies = EarlyCopies(copy_places(progs, bucket_plans(progs, None, 0), 0))
-    >>> with torch.no_grad():
-    ...     copies.copy(1, torch.ones(3))
-    tensor([1., 1., 1.])
-    """
-
-    __slots__ = ("_buffers", "_places")
-
-    def __init__(self, places: Mapping[int, CopyPlace]) -> None:
-        self._places = places
-        self._buffers: dict[int, tuple[KindPlan, FlatBuffer]] = {}
-
-    def copy(self, leaf: int, x: torch.Tensor | None) -> torch.Tensor | None:
-        """Return a copy of a leaf's local in the buffer of its launch; None if it has none."""
-        plan, number, metas = self._places[leaf]
-        if x is None or current_dispatch_mode() is not None or not _can_be_kept([x]):
-            return None
-        if id(plan) not in self._buffers:
-            kept = plan.buffers.pop() if plan.buffers else None
-            usable = kept is not None and kept.is_free() and kept.fits(metas)
-            self._buffers[id(plan)] = plan, kept if kept and usable else FlatBuffer(metas)
-        return self._buffers[id(plan)][1].put(number, x)
-
-    def hand_over(self) -> None:
-        """Let the launch use the buffers."""
-        for plan, buffer in self._buffers.values():
-            _keep(plan.buffers, buffer)
-        self._buffers.clear()
 
 
 class _Leaf:
@@ -369,9 +301,9 @@ def _all_reduce(
         lengths = [payload.numel() for payload in payloads]
         return lambda: torch.split_with_sizes(result(), lengths)
     buffer = plan.buffers.pop() if plan.buffers else None
-    if buffer is None or not buffer.fill(payloads):
+    if buffer is None or not (buffer.is_free() and buffer.fits(payloads)):
         buffer = FlatBuffer(payloads)
-        buffer.fill(payloads)
+    copy_all(buffer.views, payloads)
     finish = transport.all_reduce(buffer.flat, reduction, group, owned=True)
 
     def parts() -> Sequence[torch.Tensor]:

@@ -7,7 +7,7 @@ and minima are not linear: their gradient is `torch.amax`'s, shared equally betw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import compress, zip_longest
@@ -38,7 +38,7 @@ from fshard.layout.spec import Spec
 from fshard.plan.batch.coalesce import buckets, rounds
 from fshard.program.program import Program
 from fshard.run.autograd.max_min_gradient import extreme_gradient, linear_parts
-from fshard.run.bucketing import BucketPlan, CopyPlace, bucket_plans, copy_places, launch_all
+from fshard.run.bucketing import bucket_plans, launch_all
 from fshard.run.graphs.blocks import launch_on_blocks
 from fshard.run.interpreter import launch, program_label, program_text, ranks_of, run_on_shards
 from fshard.run.transports.base import (
@@ -144,19 +144,11 @@ class ProgramGroup:
         if any(map(has_symbolic_sizes, xs)):
             return _launch_symbolic(self, transport, xs)
         if len(self.progs) > 1:
-            return launch_all(self._plans(transport.rank), transport, xs, owned)
+            rank = transport.rank
+            plan = lambda: bucket_plans(self.progs, self.bucket_bytes, rank)  # noqa: E731
+            return launch_all(self._cached(rank, plan), transport, xs, owned)
         finish = launch(self.progs[0], transport, xs[0], owned=0 in owned)
         return lambda: (finish(),)
-
-    def _plans(self, rank: int) -> tuple[BucketPlan, ...]:
-        return self._cached(rank, lambda: bucket_plans(self.progs, self.bucket_bytes, rank))
-
-    def copy_places(self, rank: int) -> Mapping[int, CopyPlace]:
-        """Return the leaves whose locals can be copied into a launch's buffer before it."""
-        if len(self.progs) == 1:
-            return {}
-        places = lambda: copy_places(self.progs, self._plans(rank), rank)  # noqa: E731
-        return self._cached(("copies", rank), places)
 
     def run_on_shards(self, xs: Tensors) -> Tensors:
         """Run the programs on the shards of all ranks of a simulation."""

@@ -15,11 +15,9 @@ from typing import Any, cast
 
 import torch
 
-from fshard._torch.autograd_state import run_at_once
 from fshard._torch.functorch import apply_function, is_transformed
 from fshard._torch.legacy_vmap import is_legacy_batched
-from fshard._torch.memory import alias, temporaries
-from fshard._torch.modes import current_dispatch_mode
+from fshard._torch.memory import temporaries
 from fshard._util.tracebacks import hiding_frames
 from fshard.layout.spec import Spec
 from fshard.plan.batch.coalesce import ALONE_BYTES
@@ -31,18 +29,11 @@ from fshard.run.autograd.linear_function import (
     is_differentiated,
     launch_linear,
 )
-from fshard.run.bucketing import PLAIN, EarlyCopies
-from fshard.run.transports.base import backward_phase, current_rank
+from fshard.run.transports.base import backward_phase
 from fshard.run.transports.divergence_report import backward_label
 
 WHERE = "a partitioned function"
 Gradients = tuple[torch.Tensor | None, ...]
-COPIED_BYTES = 2**20
-"""Bytes of a cotangent from which on it is copied into the buffer of its launch at once.
-
-A smaller one takes less time to copy with others than a hook takes to run. Runs without values, by
-which memory is predicted, copy all of them together.
-"""
 
 
 def launch_programs(
@@ -67,13 +58,14 @@ def launch_programs(
     with torch.no_grad():
         flight.finish = _launch(op, xs, on_shards)
     if waits:
-        ys = flight.with_early_copies(apply_function(_WholeNode, flight, *xs))
+        ys: Tensors = apply_function(_WholeNode, flight, *xs)
         return lambda: ys
     token = apply_function(_LaunchNode, flight, *xs)
 
     def finish() -> Tensors:
         with torch.enable_grad():
-            return flight.with_early_copies(apply_function(_WaitNode, flight, token))
+            outputs: Tensors = apply_function(_WaitNode, flight, token)
+        return outputs
 
     return finish
 
@@ -91,34 +83,13 @@ def _launch(
 class _Flight:
     """Programs under way, forward and later backward: the common state of two nodes."""
 
-    __slots__ = ("early_copies", "finish", "finish_backward", "label", "on_shards", "op")
+    __slots__ = ("finish", "finish_backward", "label", "on_shards", "op")
 
     finish: FinishAll
     finish_backward: Callable[[], Gradients]
-    early_copies: EarlyCopies | None
 
     def __init__(self, op: ProgramGroup, on_shards: bool) -> None:
         self.op, self.on_shards, self.label = op, on_shards, backward_label()
-        self.early_copies = None
-
-    def with_early_copies(self, ys: Tensors) -> Tensors:
-        """Return results whose large cotangents are copied into the buffer of a launch one by one.
-
-        Each is freed before the next one is computed, in the same memory.
-        """
-        large = [i for i, y in enumerate(ys) if y.nbytes >= COPIED_BYTES and y.requires_grad]
-        if self.on_shards or not large or current_dispatch_mode() is not None:
-            return ys
-        if not all(type(ys[i]) in PLAIN and ys[i].device.type == "cpu" for i in large):
-            return ys
-        places = self.op.T.copy_places(current_rank(self.op.mesh, WHERE).rank)
-        copies = self.early_copies = EarlyCopies(places)
-        outputs = list(ys)
-        for i in filter(places.__contains__, large):
-            outputs[i] = y = alias(ys[i])
-            y.register_hook(partial(copies.copy, i))
-            run_at_once(y.grad_fn)
-        return tuple(outputs)
 
     def wait_forward(self) -> Tensors:
         """Return the results of the programs."""
@@ -132,8 +103,6 @@ class _Flight:
 
         The cotangents of the indices `owned` may be written.
         """
-        if self.early_copies is not None:
-            self.early_copies.hand_over()
         n = self.op.mesh.size if self.on_shards else 1
         present = tuple([g is not None for g in grads])
         if n > 1:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 import torch.nn.functional as F
 
@@ -101,87 +99,3 @@ def test_a_step_in_which_gradients_are_reduced_in_place_holds_them_once() -> Non
     weights, rows = spec(P(), *SHAPE), spec(P("x"), 4, IN)
     memory = part.trace(weights, rows).memory()
     assert memory.peak < 2.1 * weights.local_nbytes(0)
-
-
-LAYERS, WIDTH = 6, 512
-LAYER_BYTES = WIDTH * WIDTH * 8
-
-
-def layers() -> list[torch.Tensor]:
-    """Return weights of 2 MiB, and a bias."""
-    generator = torch.Generator().manual_seed(4)
-    draw = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64)  # noqa: E731
-    weights = [draw(WIDTH, WIDTH) / 16 for _ in range(LAYERS)]
-    return [x.requires_grad_() for x in (*weights, draw(WIDTH))]
-
-
-def rows() -> torch.Tensor:
-    generator = torch.Generator().manual_seed(5)
-    return torch.randn(4, WIDTH, generator=generator, dtype=torch.float64)
-
-
-def layers_loss(params: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """Return a loss that uses the last weight twice."""
-    *weights, bias = params
-    for weight in (*weights, weights[-1]):
-        x = (x @ weight + bias).tanh()
-    return x.square().sum()
-
-
-def partitioned_layers() -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Return parameters of this rank and their loss, partitioned by the batch."""
-    fs.init(MESH)
-    params = layers()
-    pairs = [fs.Sharded(x, fs.Spec(MESH, P(), shape=x.shape, dtype=x.dtype)) for x in params]
-    spec = fs.Spec(MESH, P("x"), shape=(4, WIDTH), dtype=torch.float64)
-    part = fs.partition(layers_loss, mesh=MESH, in_specs=(P(), P("x")), out_specs=P())
-    return params, part(pairs, fs.shard(rows(), spec)).local
-
-
-def peak_of_backward() -> tuple[list[torch.Tensor | None], int]:
-    """Return the gradients of a second step, and the most bytes that its backward pass allocates.
-
-    The first step has made the buffer of the gradients.
-    """
-    partitioned_layers()[1].backward()
-    params, total = partitioned_layers()
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        total.backward()
-    events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
-    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-    peak = max(itertools.accumulate((nbytes for _, nbytes in changes), initial=0))
-    return [x.grad for x in params], peak
-
-
-def test_gradients_are_copied_into_their_buffer_one_by_one() -> None:
-    wants = layers()
-    layers_loss(wants, rows()).backward()
-    for grads, peak in run_ranks(2, peak_of_backward):
-        for grad, want in zip(grads, wants, strict=True):
-            torch.testing.assert_close(grad, want.grad)
-        assert peak < 4 * LAYER_BYTES, peak / LAYER_BYTES  # the last weight has two gradients
-
-
-def repeated_gradients() -> tuple[list[torch.Tensor], ...]:
-    """Return gradients of some parameters, of all, and of the sum of the squares of those."""
-    params, total = partitioned_layers()
-    some = torch.autograd.grad(total, params[1:3], retain_graph=True)
-    first = torch.autograd.grad(total, params, retain_graph=True)
-    kept = [grad.clone() for grad in first]
-    again = torch.autograd.grad(total, params, retain_graph=True)
-    grads = torch.autograd.grad(total, params, create_graph=True)
-    seconds = torch.autograd.grad(sum(grad.square().sum() for grad in grads), params)
-    unchanged = [torch.equal(*pair) for pair in zip(first, kept, strict=True)]
-    assert all(unchanged), "gradients that are held are not written"
-    return tuple([x.detach() for x in xs] for xs in (some, again, seconds))
-
-
-def test_buffers_of_large_gradients_are_right_in_repeated_and_higher_derivatives() -> None:
-    params = layers()
-    wants = torch.autograd.grad(layers_loss(params, rows()), params, create_graph=True)
-    seconds = torch.autograd.grad(sum(want.square().sum() for want in wants), params)
-    for results in run_ranks(2, repeated_gradients):
-        for ys, zs in zip(results, (wants[1:3], wants, seconds), strict=True):
-            for y, z in zip(ys, zs, strict=True):
-                torch.testing.assert_close(y, z.detach(), rtol=1e-9, atol=1e-9)
