@@ -22,8 +22,8 @@ def publish(
     Annotations become types in the place of the strings that `from __future__ import annotations`
     leaves, which `inspect.signature` would show. Public unions, `Step` for one, are shown by their
     name. The `__module__` of functions becomes the package's; classes keep theirs, by which
-    `inspect.getsource` and doctest find them. Functions become those of `boundary`, methods
-    with options those of `explained`. `dir` of the package lists the public names alone.
+    `inspect.getsource` and doctest find them. Functions become those of `boundary`, constructors
+    and methods with options those of `explained`. `dir` of the package lists public names alone.
 
     Args:
         namespace: globals of the package.

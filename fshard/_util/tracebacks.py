@@ -134,11 +134,12 @@ def hiding_frames(backward: F) -> F:
 def explained(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a method that explains calls that do not match its signature.
 
-    One without options is returned unchanged, and so is one that is called often: it calls
-    `hide_frames` itself.
+    One without options is returned unchanged unless it is a constructor, and so is one that is
+    called often: it calls `hide_frames` itself.
     """
     kinds = {p.kind for p in inspect.signature(method).parameters.values()}
-    if inspect.Parameter.KEYWORD_ONLY not in kinds or "hide_frames" in method.__code__.co_names:
+    explains = inspect.Parameter.KEYWORD_ONLY in kinds or method.__name__ == "__init__"
+    if not explains or "hide_frames" in method.__code__.co_names:
         return method
 
     return _explaining(method, SignatureError)

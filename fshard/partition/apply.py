@@ -42,6 +42,8 @@ from fshard.ops.core.registry import has_other_forms, read_arguments
 from fshard.ops.core.window_arguments import argument_problems
 from fshard.ops.prng.keyed_block import KeyedBlock, keyed_block_hook
 from fshard.ops.propagate.propagate import (
+    MODES,
+    check_mode,
     is_composite,
     local_strategy_for,
     parameters_of,
@@ -63,8 +65,6 @@ from fshard.run.creation import rank_on_mesh
 from fshard.run.execute import check_tuple
 from fshard.run.graphs.graph_node import graph_node
 from fshard.spmd.tracking.torch_effects import Action, effect_of
-
-MODES = ("explicit", "auto")
 
 
 def on_pairs(
@@ -108,8 +108,7 @@ def on_pairs(
     >>> fs.on_pairs(torch.nn.functional.pad, mode="auto")(image, (1, 1), mode="reflect").spec
     f32[2@x,5]
     """
-    if mode not in MODES:
-        fail("fs.on_pairs", f"mode={mode!r}", "mode must be 'explicit' or 'auto'", "mode='auto'")
+    check_mode("fs.on_pairs", mode)
     check_callable(op, "fs.on_pairs")
     op = overload_or_self(op)
     if topology is not None:
@@ -157,6 +156,7 @@ def apply(op: Any, /, *args: Any, **kwargs: Any) -> Any:
     """
     try:
         options = take_options("fs.apply", op, kwargs, ("mode", "topology"))
+        check_mode("fs.apply", options.get("mode", "explicit"))
         if kwargs.get("mode") in MODES and str(getattr(op, "__module__", "")).startswith("torch"):
             fail(f"fs.apply({name_of(op)})", f"mode={kwargs['mode']!r}",
                  f"mode is a parameter of {name_of(op)} itself; the option must go to fs.on_pairs",

@@ -14,6 +14,7 @@ from fshard._torch.memory import unaliased
 from fshard._torch.symbolic_numbers import has_symbolic_sizes
 from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import fail
+from fshard._util.signatures import explain_binding
 from fshard._util.text import type_name
 from fshard.layout.mesh import Mesh, as_mesh
 from fshard.layout.partition_spec import LINEAR, PartitionSpec
@@ -331,7 +332,11 @@ def reshard(
         fail("fs.reshard", f"{to!r} of type {type_name(to)}", "the target must be a Spec or a P",
              "fs.P('x'), say")  # fmt: skip
     target = to if isinstance(to, Spec) else spec.replace(partition=to, uneven="chunk")
-    prog = redistribute(spec, target, **options)
+    try:
+        prog = redistribute(spec, target, **options)
+    except TypeError as error:
+        explain_binding(error, redistribute, (spec, target), options)
+        raise
     if async_op:
         return _start_reshard(prog, local)
     if local is None:

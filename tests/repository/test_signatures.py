@@ -112,6 +112,21 @@ def test_text_of_a_call_that_does_not_match(call: Callable[[], Any], text: str) 
     assert str(caught.value) == text
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: fs.Link(1e-6, 1e9, exchang=1e9),
+        lambda: fs.Topology("two", fs.Link(1e-6, 1e9), node_sise=8),
+        lambda: fs.AllGather(("x",), 0, too="reduced"),
+        lambda: fs.reshard(fs.shard(X, SPEC), P(), topolgy=None),
+    ],
+)
+def test_options_of_dataclasses_and_of_inner_functions_are_spelled(call: Callable[[], Any]) -> None:
+    with pytest.raises(SignatureError, match=r"^fs\.\w+\n.*\n  rule:  an option must be .*"
+                                             r"\n  fix:   did you mean '(\w+)'"):  # fmt: skip
+        call()
+
+
 def test_functions_of_packages_are_named_with_them() -> None:
     names = ["psum", "zeros", "Spec.replace", "state.adamw", "testing.run_ranks", "random.normal"]
     assert [public_name(attrgetter(name)(fs)) for name in names] == [f"fs.{x}" for x in names]

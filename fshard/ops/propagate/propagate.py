@@ -324,6 +324,15 @@ def parameters_of(op: Any) -> frozenset[str]:
         return frozenset()
 
 
+MODES = ("explicit", "auto")
+
+
+def check_mode(where: str, mode: str) -> None:
+    """Raise `ShardingError` unless `mode` is one of those of `fs.apply`."""
+    if mode not in MODES:
+        fail(where, f"mode={mode!r}", "mode must be 'explicit' or 'auto'", "mode='auto'")
+
+
 def take_options(
     where: str, op: Any, kwargs: dict[str, Any], names: Sequence[str]
 ) -> dict[str, Any]:

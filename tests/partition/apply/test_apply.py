@@ -211,7 +211,7 @@ def test_explicit_mode_lists_the_strategies() -> None:
 
 def test_unknown_mode() -> None:
     assert error_text(lambda: apply(torch.neg, pair_of(draw(4), "x"), mode="implicit")) == (
-        "fs.on_pairs\n  given: mode='implicit'\n  rule:  mode must be 'explicit' or 'auto'\n"
+        "fs.apply\n  given: mode='implicit'\n  rule:  mode must be 'explicit' or 'auto'\n"
         "  fix:   mode='auto'"
     )
 
