@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "DisableTorchFunction", "DispatchMode", "current_dispatch_mode", "disable_dispatch_modes",
-    "dispatch_modes", "function_modes", "is_dispatching_subclass", "pop_dispatch_mode",
-    "pop_function_mode",
+    "dispatch_modes", "function_modes", "has_dispatch_modes", "is_dispatching_subclass",
+    "pop_dispatch_mode", "pop_function_mode",
     "push_dispatch_mode", "pushed_function_modes", "replaced_function_modes",
     "without_dispatch_modes",
 ]  # fmt: skip
@@ -44,6 +44,13 @@ pop_function_mode: Callable[[], Any] = overrides._pop_mode
 
 dispatch_modes: Callable[[], list[Any]] = _python_dispatch._get_current_dispatch_mode_stack
 """Return the dispatch modes of this thread, outermost first."""
+
+
+def has_dispatch_modes() -> bool:
+    """Return True if this thread has a dispatch mode."""
+    return bool(torch._C._len_torch_dispatch_stack())
+
+
 current_dispatch_mode: Callable[[], Any] = _python_dispatch._get_current_dispatch_mode
 push_dispatch_mode: Callable[[Any], None] = _python_dispatch._push_mode
 pop_dispatch_mode: Callable[[], Any] = _python_dispatch._pop_mode

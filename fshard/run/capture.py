@@ -356,7 +356,7 @@ def record(
         The recording; None for a function that writes its argument or reads values of new tensors.
     """
     recorder, events = _Recorder(), list[tuple[Event, Label | None]]()
-    observer = lambda event: events.append((event, LABEL.get()))  # noqa: E731
+    observer = lambda *reported: events.append(reported)  # noqa: E731
     token = LABEL.set(label)
     try:
         with torch.no_grad(), observe_only(observer), meta_as_real(), recorder:

@@ -183,7 +183,7 @@ def test_unobserved_affects_its_own_thread_only() -> None:
     thread = threading.Thread(target=run_unobserved)
     late: list[Event] = []
     with fs.comm_log() as log:
-        with observe(late.append):
+        with observe(lambda event, _: late.append(event)):
             thread.start()
             started.wait()
             notify("b", ("x",), 2, 0)
@@ -199,7 +199,7 @@ def example() -> fs.CommLog:
         for axes, nbytes, phase in (
             (("tp",), 1234, "forward"), (("tp",), 1234, "backward"), (("dp", "tp"), 0, "backward"),
         ):  # fmt: skip
-            log._record(Event("all_reduce", axes, nbytes, 0, phase, torch.float32))
+            log._record(Event("all_reduce", axes, nbytes, 0, phase, torch.float32), None)
     return log
 
 
@@ -223,8 +223,8 @@ def test_log_prints_as_a_table() -> None:
 def test_table_notes_if_rows_do_not_add_up() -> None:
     with fs.comm_log() as log:
         for rank, (forward, backward) in enumerate([(48, 0), (0, 72)]):
-            log._record(Event("exchange", (), forward, rank, "forward"))
-            log._record(Event("exchange", (), backward, rank, "backward"))
+            log._record(Event("exchange", (), forward, rank, "forward"), None)
+            log._record(Event("exchange", (), backward, rank, "backward"), None)
     assert str(log) == "\n".join(
         [
             "2 collectives, 72 B sent by the busiest rank",

@@ -10,6 +10,7 @@ import torch
 
 from fshard._torch.legacy_vmap import is_legacy_batched
 from fshard._torch.memory import materialized
+from fshard._torch.modes import has_dispatch_modes
 from fshard.run.capture import Recording
 from fshard.run.transports.base import (
     LABEL,
@@ -17,6 +18,7 @@ from fshard.run.transports.base import (
     backward_phase,
     direct_transport,
     is_observed,
+    labelled,
     notify_again,
 )
 from fshard.run.transports.divergence_report import backward_label, call_label
@@ -58,31 +60,24 @@ def _run_together(
 
 
 def _run_observed(recording: Recording, x: torch.Tensor, label: Label | None) -> torch.Tensor:
-    """Run a recording with a label, and report its collectives to observers."""
-    token = LABEL.set(label)
-    try:
-        notify_again(recording.events)
+    """Run a recording, and report its collectives to observers with a label."""
+    notify_again(recording.events, label)
+    if not has_dispatch_modes():
         return recording.run(x)
-    finally:
-        LABEL.reset(token)
+    with labelled(label):  # raw logs leave out the collectives of labelled calls
+        return recording.run(x)
 
 
 def _observed(
     recording: Recording, label: Label | None, running: Generator[None, None, torch.Tensor]
 ) -> Generator[None, None, torch.Tensor]:
     """Do the same in two parts, of which the first has launched all collectives."""
-    token = LABEL.set(label)
-    try:
-        notify_again(recording.events)
+    notify_again(recording.events, label)
+    with labelled(label):
         next(running)
-    finally:
-        LABEL.reset(token)
     yield
-    token = LABEL.set(label)
-    try:
+    with labelled(label):
         return (yield from running)
-    finally:
-        LABEL.reset(token)
 
 
 class _Replay(torch.autograd.Function):

@@ -327,7 +327,8 @@ class Event(NamedTuple):
     dtype: torch.dtype | None = None
 
 
-Observer = Callable[[Event], None]
+Observer = Callable[[Event, "Label | None"], None]
+"""Function of an event and the label of the call that launches it, None for one without."""
 _OBSERVERS: list[Observer] = []
 _OBSERVERS_HERE: ContextVar[Sequence[Observer]] = ContextVar("fshard_observers", default=_OBSERVERS)
 """Observers of this thread's collectives, by default those of all."""
@@ -391,16 +392,16 @@ def notify(
     """Call all observers for one collective."""
     observers = _OBSERVERS_HERE.get()
     if observers:
-        event = Event(op, axes, nbytes, rank, _current_phase(), dtype)
+        event, label = Event(op, axes, nbytes, rank, _current_phase(), dtype), LABEL.get()
         for observer in tuple(observers):
-            observer(event)
+            observer(event, label)
 
 
-def notify_again(events: Mapping[str, Sequence[Event]]) -> None:
+def notify_again(events: Mapping[str, Sequence[Event]], label: Label | None) -> None:
     """Call all observers for the events of the phase that runs, which are given by phases."""
     for event in events[_current_phase()]:
         for observer in tuple(_OBSERVERS_HERE.get()):
-            observer(event)
+            observer(event, label)
 
 
 def _current_phase() -> str:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, Self
 
 from fshard._util.errors import did_you_mean, fail
 from fshard._util.text import bytes_text, plural
-from fshard.run.transports.base import Event, observe
+from fshard.run.transports.base import Event, Label, observe
 from fshard.run.transports.raw_collectives import observed_raw_collectives
 from fshard.show.comm.expected_counts import Counts, compare_counts
 from fshard.show.comm.origin import tracked_modules
@@ -74,8 +74,8 @@ class CommLog(TextAndHtml):
             )
         raise AttributeError(f"CommLog has no attribute {name!r}", name=name, obj=self)
 
-    def _record(self, event: Event) -> None:
-        (self.backward if event.phase == "backward" else self.forward).record(event)
+    def _record(self, event: Event, label: Label | None) -> None:
+        (self.backward if event.phase == "backward" else self.forward).record(event, label)
 
     @property
     def _all(self) -> Phase:

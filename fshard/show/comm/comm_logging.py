@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from contextlib import ExitStack
 
 from fshard._util.errors import did_you_mean, fail
 from fshard._util.text import bytes_text
-from fshard.run.transports.base import Event, observe
-from fshard.show.comm.origin import current_origin
+from fshard.run.transports.base import Event, Label, observe
+from fshard.show.comm.origin import origin_of
 
 LOGS = ("plan", "comm")
 COMM_LOGGER = logging.getLogger("fshard.comm")
@@ -39,8 +40,8 @@ def configure_logs(variable: str) -> None:
         _OBSERVED.enter_context(observe(_log))
 
 
-def _log(event: Event) -> None:
-    origin = current_origin()
+def _log(event: Event, label: Label | None) -> None:
+    origin = origin_of(label, sys._getframe(1))
     COMM_LOGGER.debug(
         "rank %s: %s over %s, %s sent, %s, %s at %s", event.rank, event.op,
         ", ".join(event.axes) or "(between meshes)", bytes_text(event.nbytes), event.phase,

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from contextlib import AbstractContextManager
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 
 from fshard._torch.module_state import hook_forwards
 from fshard.layout.spec import Spec
-from fshard.run.transports.base import LABEL, MODULES, current_module
+from fshard.run.transports.base import MODULES, Label, current_module
 from fshard.run.transports.divergence_report import call_label, line_of
 
-new_tuple: Any = tuple.__new__
-"""Return an instance of a subclass, in a third of the time of a `NamedTuple`'s constructor."""
 _NAMES: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
 """Names of the submodules of modules, by their ids."""
 
@@ -40,19 +38,17 @@ class Origin(NamedTuple):
         return " -> ".join(map(str, self.ends))
 
 
-def current_origin(depth: int = 0) -> Origin:
-    """Return the origin of the collective that is launched in this thread.
+def origin_of(label: Label | None, frame: FrameType) -> Origin:
+    """Return the origin of the collective that is launched in this thread by a call.
 
-    In a backward pass the module is that of the forward call. The innermost `depth` frames are not
-    searched for the user's line.
+    In a backward pass the module is that of the forward call. The user's line is searched from
+    `frame` outwards.
     """
-    label, frame = LABEL.get(), sys._getframe(depth)
     if label is None:
         return Origin("", "", (), current_module(), line_of(frame))
     label = call_label(label, frame)
     module = current_module() or label.module
-    parts = label.name, label.arguments, label.ends, module, label.line
-    return new_tuple(Origin, parts)  # type: ignore[no-any-return]
+    return Origin(label.name, label.arguments, label.ends, module, label.line)
 
 
 def tracked_modules() -> AbstractContextManager[None]:

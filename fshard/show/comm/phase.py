@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from fshard.run.transports.base import Event
-from fshard.show.comm.origin import Origin, current_origin, new_tuple
+from fshard._util.cache import BoundedDict
+from fshard.run.transports.base import Event, Label, current_module
+from fshard.run.transports.divergence_report import call_label
+from fshard.show.comm.origin import Origin, origin_of
 
 Key = tuple[str, str | tuple[str, ...]]
 """An operation and its axis, or a tuple of several axes: `("all_reduce", "tp")`."""
@@ -17,8 +20,8 @@ FIELDS = ("operation", "axes", "dtype", "call", "redistribution", "module", "lin
 """Fields by which launches are grouped."""
 
 
-DEPTH = 4
-"""Number of frames from `current_origin` outwards, itself included, up to `notify`."""
+DEPTH = 3
+"""Number of frames from `Phase.record` outwards, itself included, up to `notify`."""
 
 
 class LoggedLaunch(NamedTuple):
@@ -61,10 +64,11 @@ class Phase:
     Operations that did not run count 0.
     """
 
-    __slots__ = ("_ranks",)
+    __slots__ = ("_known", "_ranks")
 
     def __init__(self) -> None:
         self._ranks: defaultdict[int, dict[LoggedLaunch, list[int]]] = defaultdict(dict)
+        self._known: BoundedDict[Any, tuple[list[int], Label]] = BoundedDict()
 
     def __add__(self, other: Phase) -> Phase:
         total = Phase()
@@ -76,17 +80,22 @@ class Phase:
                     figures[1] += nbytes
         return total
 
-    def record(self, event: Event) -> None:
-        """Count a collective that is launched now in this thread."""
-        op, axes, nbytes, rank, _, dtype = event
-        launch = new_tuple(LoggedLaunch, (op, axes, dtype, current_origin(DEPTH)))
-        launches = self._ranks[rank]
-        figures = launches.get(launch)
-        if figures is None:
-            launches[launch] = [1, nbytes]
+    def record(self, event: Event, label: Label | None) -> None:
+        """Count a collective that a call with a label launches now in this thread."""
+        frame = sys._getframe(DEPTH)
+        if label is not None:
+            label = call_label(label, frame)
+        key = event, id(label), current_module()  # equal launches have one label
+        known = self._known.get(key)
+        if known is None:
+            launch = LoggedLaunch(event.op, event.axes, event.dtype, origin_of(label, frame))
+            figures = self._ranks[event.rank].setdefault(launch, [0, 0])
+            if label is not None:  # without one the line may be another the next time
+                self._known[key] = figures, label
         else:
-            figures[0] += 1
-            figures[1] += nbytes
+            figures = known[0]
+        figures[0] += 1
+        figures[1] += event.nbytes
 
     @property
     def counts(self) -> Counter[Key]:
