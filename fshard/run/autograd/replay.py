@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Generator, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -33,46 +34,44 @@ def replay(recordings: Sequence[Recording], xs: Sequence[torch.Tensor]) -> Seque
     Collectives of all are under way together, forward and backward. They are launched in the order
     in which those of single functions are, backward in the reverse one.
     """
-    labels: Labels = None
-    if is_observed():
-        outer, frame = LABEL.get(), sys._getframe(1)
-        own = [outer or recording.label for recording in recordings]
-        labels = [label and call_label(label, frame) for label in own]
+    labels = _call_labels(recordings, sys._getframe(1)) if is_observed() else None
     if torch.is_grad_enabled() and any([x.requires_grad for x in xs]):  # noqa: C419 - one frame
         results: Sequence[torch.Tensor] = _Replay.apply(recordings, labels, *xs)  # type: ignore[no-untyped-call]
         return results
     return _run_together(recordings, labels, xs)
 
 
+def _call_labels(recordings: Sequence[Recording], frame: FrameType) -> Sequence[Label | None]:
+    """Return the label of each recording's call, by default that of the running one."""
+    running = LABEL.get()
+    labels: list[Label | None] = []
+    for recording in recordings:  # a comprehension over `frame` costs three microseconds
+        label = running or recording.label
+        labels.append(None if label is None else call_label(label, frame))
+    return labels
+
+
 def _run_together(
     recordings: Sequence[Recording], labels: Labels, xs: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
-    if len(xs) == 1 and labels is None:
-        return (recordings[0].run(xs[0]),)
-    if len(xs) == 1 and labels is not None:
-        return (_run_observed(recordings[0], xs[0], labels[0]),)
-    running = [recording.start(x) for recording, x in zip(recordings, xs, strict=True)]
     if labels is not None:
-        running = list(map(_observed, recordings, labels, running))
+        for i, recording in enumerate(recordings):
+            notify_again(recording.events, labels[i])
+    is_labelled = labels is not None and has_dispatch_modes()
+    if len(xs) == 1 and not is_labelled:
+        return (recordings[0].run(xs[0]),)
+    running = [r.start(x) for r, x in zip(recordings, xs, strict=True)]
+    if labels is not None and is_labelled:
+        running = list(map(_labelled, labels, running))
     for start in running:
         next(start)
     return tuple(map(_finished, running))
 
 
-def _run_observed(recording: Recording, x: torch.Tensor, label: Label | None) -> torch.Tensor:
-    """Run a recording, and report its collectives to observers with a label."""
-    notify_again(recording.events, label)
-    if not has_dispatch_modes():
-        return recording.run(x)
-    with labelled(label):  # raw logs leave out the collectives of labelled calls
-        return recording.run(x)
-
-
-def _observed(
-    recording: Recording, label: Label | None, running: Generator[None, None, torch.Tensor]
+def _labelled(
+    label: Label | None, running: Generator[None, None, torch.Tensor]
 ) -> Generator[None, None, torch.Tensor]:
-    """Do the same in two parts, of which the first has launched all collectives."""
-    notify_again(recording.events, label)
+    """Run both parts with a label: raw logs leave out the collectives of labelled calls."""
     with labelled(label):
         next(running)
     yield
@@ -125,7 +124,9 @@ def _transposed(
             return replay((transposed,), (grad,))[0]
     running = transposed.start(grad)
     if is_observed():
-        running = _observed(transposed, label or transposed.label, running)
+        notify_again(transposed.events, label or transposed.label)
+        if has_dispatch_modes():
+            running = _labelled(label or transposed.label, running)
     next(running)
     return running
 

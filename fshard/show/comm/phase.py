@@ -82,13 +82,13 @@ class Phase:
 
     def record(self, event: Event, label: Label | None) -> None:
         """Count a collective that a call with a label launches now in this thread."""
-        frame = sys._getframe(DEPTH)
-        if label is not None:
-            label = call_label(label, frame)
+        if label is not None and not label.line:
+            label = call_label(label, sys._getframe(DEPTH))
         key = event, id(label), current_module()  # equal launches have one label
         known = self._known.get(key)
         if known is None:
-            launch = LoggedLaunch(event.op, event.axes, event.dtype, origin_of(label, frame))
+            origin = origin_of(label, sys._getframe(DEPTH))
+            launch = LoggedLaunch(event.op, event.axes, event.dtype, origin)
             figures = self._ranks[event.rank].setdefault(launch, [0, 0])
             if label is not None:  # without one the line may be another the next time
                 self._known[key] = figures, label
