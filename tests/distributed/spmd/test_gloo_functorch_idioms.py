@@ -17,8 +17,9 @@ def differing() -> list[Any]:
     warnings.simplefilter("ignore")
     places = mapped(dense, True), partitioned(dense)
     linearized = functorch_idioms.differing_linearizations(True)
-    idioms = functorch_idioms, checkpoint_idioms
-    return [*(module.differing(place) for module in idioms for place in places), linearized]
+    idioms = functorch_idioms.IDIOMS, checkpoint_idioms.IDIOMS
+    found = [functorch_idioms.differing(place, table) for table in idioms for place in places]
+    return [*found, linearized]
 
 
 def test_idioms_on_processes() -> None:

@@ -24,8 +24,7 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
-from tests.helpers.spmd.derivatives.functorch_idioms import dense
-from tests.helpers.spmd.transform_cases import W, X, close
+from tests.helpers.spmd.transform_cases import W, X
 
 Fn = Callable[[Tensor, Tensor], Tensor]
 again: Any = partial(checkpoint, use_reentrant=False)
@@ -244,14 +243,3 @@ IDIOMS: dict[str, Callable[[Fn], Any]] = {
         saved_on_cpu_within, hooks_of_results, written_after, differing_runs, dropped_results,
     )
 }  # fmt: skip
-
-
-def differing(f: Fn) -> dict[str, str]:
-    """Return the idioms whose result is not that of one device."""
-    errors = {}
-    for name, run in IDIOMS.items():
-        try:
-            close(run(f), run(dense))
-        except AssertionError as error:
-            errors[name] = str(error)[:300]
-    return errors
