@@ -6,6 +6,7 @@ import json
 import threading
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,8 @@ from tests.helpers.strategies import meshes, spec_pairs
 
 P = fs.PartitionSpec
 MESH = fs.Mesh(dp=2, tp=4)
+TWO = fs.Mesh(tp=2)
+GATHER = fs.redistribute(fs.Spec(TWO, P("tp"), shape=(8,)), fs.Spec(TWO, P(), shape=(8,)))
 
 
 def spec(partition: fs.PartitionSpec, *shape: int) -> fs.Spec:
@@ -301,6 +304,34 @@ def test_origins_of_collectives() -> None:
     assert "fs.psum" in calls
     assert any(call.startswith("backward of fs.pcast") for call in calls)
     assert log.by("line").footer[0][1:] == log.table.footer[0][2:]
+
+
+@pytest.mark.parametrize(
+    "collective",
+    [
+        lambda x: fs.psum(x, "tp"),
+        lambda x: fs.psum((x, x.double()), "tp"),
+        lambda x: fs.pmax(x, "tp"),
+        lambda x: fs.all_gather(x, "tp"),
+        lambda x: fs.psum_scatter(x, "tp", tiled=True),
+        lambda x: fs.all_to_all(x, "tp", 0, 0, tiled=True),
+        lambda x: fs.ppermute(x, "tp", [(0, 1)]),
+        lambda x: fs.pbroadcast(x, "tp", 1),
+        lambda x: fs.start(fs.psum, x, "tp").wait(),
+        lambda x: GATHER(x.clone()),
+    ],
+)  # fmt: skip
+def test_the_line_is_that_of_the_innermost_call_of_fshard(collective: Any) -> None:
+    def body(x: torch.Tensor) -> torch.Tensor:
+        collective(x)
+        return x
+
+    run = fs.shard_map(body, mesh=TWO, in_specs=P("tp"), out_specs=P("tp"), check=False)
+    pair = fs.shard(torch.ones(8), TWO, P("tp"))  # whose call has no traffic at its boundary
+    with fs.comm_log() as log:
+        run(pair)
+    lines = {row[0] for row in rows_of(log.by("line")) if row[1]}
+    assert lines == {f"{__file__}:{collective.__code__.co_firstlineno}"}
 
 
 def test_boundary_is_apart_from_the_body() -> None:

@@ -34,29 +34,33 @@ def replay(recordings: Sequence[Recording], xs: Sequence[torch.Tensor]) -> Seque
     Collectives of all are under way together, forward and backward. They are launched in the order
     in which those of single functions are, backward in the reverse one.
     """
-    labels = _call_labels(recordings, sys._getframe(1)) if is_observed() else None
+    # The caller is fshard's; a frame object of it would cost a microsecond.
+    labels = _observed(recordings, sys._getframe(2)) if is_observed() else None
     if torch.is_grad_enabled() and any([x.requires_grad for x in xs]):  # noqa: C419 - one frame
         results: Sequence[torch.Tensor] = _Replay.apply(recordings, labels, *xs)  # type: ignore[no-untyped-call]
         return results
     return _run_together(recordings, labels, xs)
 
 
-def _call_labels(recordings: Sequence[Recording], frame: FrameType) -> Sequence[Label | None]:
-    """Return the label of each recording's call, by default that of the running one."""
+def _observed(recordings: Sequence[Recording], frame: FrameType) -> Sequence[Label | None]:
+    """Report recordings to observers; return the label of each, by default that of the call.
+
+    The user's line is searched from `frame` outwards.
+    """
     running = LABEL.get()
     labels: list[Label | None] = []
     for recording in recordings:  # a comprehension over `frame` costs three microseconds
         label = running or recording.label
-        labels.append(None if label is None else call_label(label, frame))
+        if label is not None:
+            label = call_label(label, frame)
+        notify_again(recording.events, label)
+        labels.append(label)
     return labels
 
 
 def _run_together(
     recordings: Sequence[Recording], labels: Labels, xs: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
-    if labels is not None:
-        for i, recording in enumerate(recordings):
-            notify_again(recording.events, labels[i])
     is_labelled = labels is not None and has_dispatch_modes()
     if len(xs) == 1 and not is_labelled:
         return (recordings[0].run(xs[0]),)

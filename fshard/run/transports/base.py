@@ -392,15 +392,19 @@ def notify(
     """Call all observers for one collective."""
     observers = _OBSERVERS_HERE.get()
     if observers:
-        event, label = Event(op, axes, nbytes, rank, _current_phase(), dtype), LABEL.get()
+        event, label = _event(op, axes, nbytes, rank, _current_phase(), dtype), LABEL.get()
         for observer in tuple(observers):
             observer(event, label)
 
 
+_event = lru_cache(maxsize=CACHE_SIZE)(Event)  # logs look up equal events by their identity
+
+
 def notify_again(events: Mapping[str, Sequence[Event]], label: Label | None) -> None:
     """Call all observers for the events of the phase that runs, which are given by phases."""
-    for event in events[_current_phase()]:
-        for observer in tuple(_OBSERVERS_HERE.get()):
+    observers = _OBSERVERS_HERE.get()
+    for event in events["backward" if graph_task_id() != -1 else _PHASE.get()]:
+        for observer in tuple(observers):
             observer(event, label)
 
 

@@ -26,6 +26,7 @@ from fshard.layout.spec import Spec
 from fshard.run.transports.base import (
     CHECKED,
     LABEL,
+    MODULES,
     Group,
     Label,
     Transport,
@@ -107,14 +108,20 @@ def call_line() -> str:
 
 def call_label(label: Label, frame: FrameType) -> Label:
     """Return a label with the user's line, found from `frame` outwards, and the running module."""
-    user = None if label.line else user_frame(frame)
-    if user is None:
+    if label.line:
         return label
-    code, module = user.f_code, current_module()
-    key = id(label), id(code), user.f_lasti, module  # the code's hash takes a microsecond
+    code = frame.f_code
+    if not _IS_USERS.get(code.co_filename):
+        user = user_frame(frame)
+        if user is None:
+            return label
+        frame, code = user, user.f_code
+    modules = MODULES.get()
+    module = modules[-1][1] if modules else ""
+    key = id(label), id(code), frame.f_lasti, module  # the code's hash takes a microsecond
     cached = _CALL_LABELS.get(key)
     if cached is None:
-        line = position_text(code.co_filename, user.f_lineno)
+        line = position_text(code.co_filename, frame.f_lineno)
         called = replace(label, line=line, module=module or label.module)
         cached = _CALL_LABELS[key] = label, code, called
     return cached[2]

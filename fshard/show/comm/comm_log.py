@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn, Self
 
+from fshard._util.cache import BoundedDict
 from fshard._util.errors import did_you_mean, fail
 from fshard._util.text import bytes_text, plural
-from fshard.run.transports.base import Event, Label, observe
+from fshard.run.transports.base import MODULES, Event, Label, observe
+from fshard.run.transports.divergence_report import call_label
 from fshard.run.transports.raw_collectives import observed_raw_collectives
 from fshard.show.comm.expected_counts import Counts, compare_counts
-from fshard.show.comm.origin import tracked_modules
+from fshard.show.comm.origin import origin_of, tracked_modules
 from fshard.show.comm.phase import FIELDS, Key, Phase
 from fshard.show.table import Column, Table, TextAndHtml
+
+LIBRARY_DEPTH = 7
+"""Number of frames from `CommLog._record` outwards, itself included, that are fshard's in a call.
+
+Frame objects of them would cost half a microsecond each.
+"""
 
 FIGURES = (
     Column("forward", right=True), Column("bytes", right=True), Column("backward", right=True),
@@ -26,6 +36,14 @@ FIGURES = (
 """Columns after those of the fields."""
 
 TOTAL_NOTE = "each figure is the busiest rank's, so rows need not add up to the total"
+
+
+def _outer_frame() -> FrameType:
+    """Return the frame at `LIBRARY_DEPTH` from the caller, or the innermost of fewer frames."""
+    try:
+        return sys._getframe(LIBRARY_DEPTH + 1)
+    except ValueError:  # in a thread of PyTorch's
+        return sys._getframe()
 
 
 class CommLog(TextAndHtml):
@@ -46,13 +64,15 @@ class CommLog(TextAndHtml):
     (1, 8)
     """
 
-    __slots__ = ("_blocks", "_raw", "backward", "forward")
+    __slots__ = ("_blocks", "_known", "_raw", "backward", "forward")
 
     def __init__(self, *, raw: bool = False) -> None:
         self._raw, self._blocks = raw, list[ExitStack]()
+        self._known: BoundedDict[Any, tuple[list[int], Event, Label]] = BoundedDict()
 
     def __enter__(self) -> Self:
         self.forward, self.backward = Phase(), Phase()
+        self._known.clear()
         stack = ExitStack()
         self._blocks.append(stack)
         stack.enter_context(observe(self._record))
@@ -75,7 +95,21 @@ class CommLog(TextAndHtml):
         raise AttributeError(f"CommLog has no attribute {name!r}", name=name, obj=self)
 
     def _record(self, event: Event, label: Label | None) -> None:
-        (self.backward if event.phase == "backward" else self.forward).record(event, label)
+        if label is not None and not label.line:
+            label = call_label(label, _outer_frame())
+        modules = MODULES.get()
+        module = modules[-1][1] if modules else ""
+        key = id(event), id(label), module  # equal launches have one event and one label
+        known = self._known.get(key)
+        if known is None:
+            phase = self.backward if event.phase == "backward" else self.forward
+            figures = phase.figures(event, origin_of(label, sys._getframe(1)))
+            if label is not None:  # without one the line may be another the next time
+                self._known[key] = figures, event, label
+        else:
+            figures = known[0]
+        figures[0] += 1
+        figures[1] += event.nbytes
 
     @property
     def _all(self) -> Phase:

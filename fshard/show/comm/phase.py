@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from fshard._util.cache import BoundedDict
-from fshard.run.transports.base import Event, Label, current_module
-from fshard.run.transports.divergence_report import call_label
-from fshard.show.comm.origin import Origin, origin_of
+from fshard.run.transports.base import Event
+from fshard.show.comm.origin import Origin
 
 Key = tuple[str, str | tuple[str, ...]]
 """An operation and its axis, or a tuple of several axes: `("all_reduce", "tp")`."""
 FIELDS = ("operation", "axes", "dtype", "call", "redistribution", "module", "line")
 """Fields by which launches are grouped."""
-
-
-DEPTH = 3
-"""Number of frames from `Phase.record` outwards, itself included, up to `notify`."""
 
 
 class LoggedLaunch(NamedTuple):
@@ -64,11 +57,10 @@ class Phase:
     Operations that did not run count 0.
     """
 
-    __slots__ = ("_known", "_ranks")
+    __slots__ = ("_ranks",)
 
     def __init__(self) -> None:
         self._ranks: defaultdict[int, dict[LoggedLaunch, list[int]]] = defaultdict(dict)
-        self._known: BoundedDict[Any, tuple[list[int], Label]] = BoundedDict()
 
     def __add__(self, other: Phase) -> Phase:
         total = Phase()
@@ -80,22 +72,10 @@ class Phase:
                     figures[1] += nbytes
         return total
 
-    def record(self, event: Event, label: Label | None) -> None:
-        """Count a collective that a call with a label launches now in this thread."""
-        if label is not None and not label.line:
-            label = call_label(label, sys._getframe(DEPTH))
-        key = event, id(label), current_module()  # equal launches have one label
-        known = self._known.get(key)
-        if known is None:
-            origin = origin_of(label, sys._getframe(DEPTH))
-            launch = LoggedLaunch(event.op, event.axes, event.dtype, origin)
-            figures = self._ranks[event.rank].setdefault(launch, [0, 0])
-            if label is not None:  # without one the line may be another the next time
-                self._known[key] = figures, label
-        else:
-            figures = known[0]
-        figures[0] += 1
-        figures[1] += event.nbytes
+    def figures(self, event: Event, origin: Origin) -> list[int]:
+        """Return the number of launches like `event` and their bytes, a list to add to."""
+        launch = LoggedLaunch(event.op, event.axes, event.dtype, origin)
+        return self._ranks[event.rank].setdefault(launch, [0, 0])
 
     @property
     def counts(self) -> Counter[Key]:
