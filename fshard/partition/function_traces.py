@@ -104,12 +104,12 @@ class FunctionTraces:
         self, before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]
     ) -> None:
         """Raise `ShardingError` for tensors that the function put into an argument's container."""
+        rule = "an argument's container must keep its tensors: a copy of it is traced"
         raise_if(self.where, [
-            Problem(
-                f"{path}, which the function replaces by another tensor",
-                "an argument's container must keep its tensors: a copy of it is traced",
-                f"{path}.copy_(new), which writes in place, or return the new tensor",
-            )
+            Problem(f"{path}, which the function replaces by another tensor", rule,
+                    f"{path}.copy_(new), which writes in place, or return the new tensor")
+            if path in before else
+            Problem(f"{path}, a tensor that the function adds", rule, "return the new tensor")
             for path, x in after.items()
             if x is not before.get(path)
         ])  # fmt: skip

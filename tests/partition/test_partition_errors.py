@@ -153,6 +153,17 @@ def test_tensors_in_objects_and_leaked_tensors_are_refused() -> None:
         "on global tensors"
     )
     CACHE.clear()
+    rule = "an argument's container must keep its tensors: a copy of it is traced"
+    part = fs.partition(lambda d: d.update(a=d["a"] * 2, b=d["a"]), mesh=MESH)
+    assert error_of(part, {"a": torch.ones(2)}) == (
+        "fs.partition(<lambda>)\n"
+        "  given: args[0]['a'], which the function replaces by another tensor\n"
+        f"  rule:  {rule}\n"
+        "  fix:   args[0]['a'].copy_(new), which writes in place, or return the new tensor\n\n"
+        "  given: args[0]['b'], a tensor that the function adds\n"
+        f"  rule:  {rule}\n"
+        "  fix:   return the new tensor"
+    )
 
 
 def error_of(part: Partition, *args: Any) -> str:

@@ -91,6 +91,13 @@ def test_options_passed_by_position_are_named(function: Callable[..., Any]) -> N
             "  fix:   shape=..."),
         ),
         (
+            lambda: fs.psum(axis_name="x"),
+            ("fs.psum\n"
+            "  given: no x\n"
+            "  rule:  x must be given\n"
+            "  fix:   x as argument 1"),
+        ),
+        (
             lambda: fs.unshard(X, 1),
             ("fs.unshard\n"
             f"  given: 2 positional arguments: {X!r}, 1\n"

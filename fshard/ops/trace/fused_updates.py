@@ -1,5 +1,7 @@
 """Fused optimizer steps of PyTorch as operations without writes, one for each parameter.
 
+Steps of gradient scalers are sums and products of each gradient.
+
 `torch._fused_adamw_` and its like write lists of tensors in one kernel, and have neither a
 functional form nor, in part, a kernel for shapes. In a trace each parameter is updated by
 `fshard::fused_update`, which runs the same kernel on copies, and the results are copied back.
@@ -100,7 +102,35 @@ def _step(
             x.copy_(result)
 
 
-FUSED_STEPS: dict[Any, Callable[..., None]] = {
-    fused_step(kernel): partial(_step, kernel) for kernel in OPTIONS
+def _unscale(
+    grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor
+) -> None:
+    """Multiply gradients by `inv_scale`, and set `found_inf` to 1 if one of them is not finite."""
+    filled = [grad for grad in grads if grad.numel()]
+    if filled:
+        maxima = torch.stack(torch._foreach_norm(filled, float("inf")))
+        found_inf.masked_fill_(~maxima.isfinite().all(), 1)
+    for grad in filled:
+        grad.mul_(inv_scale.squeeze())
+
+
+def _update_scale(
+    scale: torch.Tensor, growth_tracker: torch.Tensor, found_inf: torch.Tensor,
+    scale_growth_factor: float, scale_backoff_factor: float, growth_interval: int,
+) -> torch.Tensor:  # fmt: skip
+    """Write the next scale of a gradient scaler, and its number of steps with finite gradients."""
+    found = found_inf.reshape(scale.shape) != 0
+    steps = growth_tracker + 1
+    grown = scale * scale_growth_factor
+    grows = (steps == growth_interval) & grown.isfinite()
+    kept = torch.where(grows, grown, scale)
+    growth_tracker.copy_(torch.where(found | (steps == growth_interval), 0, steps))
+    return scale.copy_(torch.where(found, scale * scale_backoff_factor, kept))
+
+
+FUSED_STEPS: dict[Any, Callable[..., Any]] = {
+    **{fused_step(kernel): partial(_step, kernel) for kernel in OPTIONS},
+    torch._amp_foreach_non_finite_check_and_unscale_: _unscale,
+    torch._amp_update_scale_: _update_scale,
 }
-"""Replacements of PyTorch's fused steps in a trace."""
+"""Replacements of PyTorch's fused steps, and of those of gradient scalers, in a trace."""

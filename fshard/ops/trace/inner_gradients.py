@@ -280,9 +280,12 @@ class SavedTensors(DispatchMode):
         tensors = () if is_query(func) else tensors_in((args, kwargs or {}))
         for x in tensors:
             node = _node_of(x) if x.requires_grad else None
+            # No other tensor is asked if it is a leaf: a view of a base that was written since
+            # replays itself for the answer, and cannot below autograd.
+            if node is None or node.target is not _DETACH:
+                continue
             # A tensor that the function detaches has no gradient, or is a leaf of its own.
-            is_saved = node in self.unpacked or not (x.is_leaf or node in self.written)
-            if is_saved and node is not None and node.target is _DETACH:
+            if node in self.unpacked or not (x.is_leaf or node in self.written):
                 self.saved[node] = x.is_leaf
         # Operations on lists return no new tensors for those that they write.
         for x in tensors_in(written_operands(func, args, kwargs or {})):

@@ -233,7 +233,11 @@ def _trace(
             saved.undo_detach()
             filled = [i for i, fake in enumerate(fakes) if fake.is_leaf and fake.grad is not None]
             if filled:
-                refuse_grads(f"backward() fills .grad of argument {filled[0]}", where)
+                refuse_grads(f"backward() or an assignment fills .grad of argument {filled[0]}",
+                             where)  # fmt: skip
+            for fake in fakes:
+                if not fake.is_leaf:  # a value with a graph was written, which keeps tensors
+                    fake.detach_()
             if transform_level() is None:  # transforms keep the tensors that they wrap
                 guard.check_leaks(fakes, where)
             if any(map(writes, graph.graph.nodes)):

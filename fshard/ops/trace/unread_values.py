@@ -66,6 +66,12 @@ def gaussian_nll_loss(
     return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
 
 
+def where(condition: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Compute `torch.where`, whose shapes PyTorch knows of boolean conditions alone."""
+    is_mask = condition.dtype == torch.uint8
+    return torch.where(condition.bool() if is_mask else condition, *args, **kwargs)
+
+
 def unchecked(input: Tensor) -> bool:  # noqa: A002 - the name in torch
     """Return True: the parameters and samples of `torch.distributions` are not checked."""
     return True
@@ -75,5 +81,6 @@ WITHOUT_READS: dict[Any, Callable[..., Any]] = {
     torch.cov: cov, torch.Tensor.cov: cov, torch.corrcoef: corrcoef,
     torch.Tensor.corrcoef: corrcoef, IS_ALL_TRUE: unchecked,
     torch.nn.functional.gaussian_nll_loss: gaussian_nll_loss,
+    torch.where: where, torch.Tensor.where: lambda x, condition, y: where(condition, x, y),
 }  # fmt: skip
 """Replacements of functions of PyTorch that cannot be traced."""

@@ -23,7 +23,7 @@ import torch
 from fshard._torch.functorch import is_transformed
 from fshard._util.cache import CACHE_SIZE, BoundedDict
 from fshard._util.errors import fail
-from fshard._util.signatures import explain_binding
+from fshard._util.signatures import MISSING, explain_binding
 from fshard._util.tracebacks import hide_frames, runs_users_operation
 from fshard.layout.tree import flatten, unflatten
 from fshard.plan.batch.coalesce import launch_keys
@@ -125,10 +125,12 @@ def collective(
     node = bound_node(run_plan)
 
     @functools.wraps(make_plan)
-    def run(x: Tree, /, *args: Options.args, **kwargs: Options.kwargs) -> Tree:
+    def run(x: Tree = MISSING, *args: Options.args, **kwargs: Options.kwargs) -> Tree:  # type: ignore[assignment]
         if torch.compiler.is_dynamo_compiling():
             return node(x, *args, **kwargs)
         try:
+            if x is MISSING:
+                explain_binding(TypeError(), run, args, kwargs)
             try:
                 bound = current_axes()
                 key = _plan_key(make_plan, args, kwargs, bound)
@@ -145,14 +147,14 @@ def collective(
             hide_frames(error)
             raise
 
-    tree = inspect.Parameter("x", inspect.Parameter.POSITIONAL_ONLY, annotation=Tree)  # type: ignore[misc]
+    tree = inspect.Parameter("x", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Tree)  # type: ignore[misc]
     parameters = [
         p.replace(kind=p.POSITIONAL_OR_KEYWORD) if p.kind is p.POSITIONAL_ONLY else p
         for p in inspect.signature(make_plan).parameters.values()
     ]
     run.__signature__ = inspect.Signature([tree, *parameters], return_annotation=Tree)  # type: ignore[attr-defined, misc]
     COLLECTIVE_PLANS[run] = make_plan
-    return run
+    return run  # type: ignore[return-value]
 
 
 _PLANS: BoundedDict[Hashable, CollectivePlan] = BoundedDict()

@@ -201,6 +201,16 @@ def test_gradients_of_gaussian_nll_loss_pass_by_its_clamp(reduction: str) -> Non
     torch.testing.assert_close(actual, expected)
 
 
+@pytest.mark.filterwarnings("ignore:where received a uint8 condition")
+def test_where_takes_conditions_of_bytes() -> None:
+    def fn(x: Tensor, mask: Tensor) -> Tensor:
+        return torch.where(mask, x, 0.0) + x.where(1 - mask, x * 2)
+
+    x, mask = torch.randn(4), torch.tensor([1, 0, 2, 0], dtype=torch.uint8)
+    part = fs.partition(fn, mesh=MESH, in_specs=P("dp"))
+    torch.testing.assert_close(part(x, mask), fn(x, mask))
+
+
 def test_traces_leave_modules_as_they_are() -> None:
     """Replacing methods of `nn.Module` takes milliseconds; tracers within the function need it."""
     methods, graphs = [], []

@@ -459,6 +459,17 @@ def viewed_under_no_grad(x: Tensor) -> Tensor:
     return torch.cat([first / largest, rest * SCALE])
 
 
+def view_of_a_written_base(x: Tensor) -> Tensor:
+    """Write a view under no_grad after its base, in a function that takes gradients."""
+    torch.autograd.grad((x * x).sum(), x)
+    y = x * 1.0
+    view = y.view(-1)
+    with torch.no_grad():
+        y.mul_(2)
+        view.add_(1)
+    return y.sin() + view
+
+
 class Product(torch.autograd.Function):
     """Product whose forward, under no_grad, is the first use of its operands."""
 
@@ -486,7 +497,7 @@ def given_to_a_custom_function(x: Tensor) -> Tensor:
         detached_values, detached_cache, viewed_under_no_grad, given_to_a_custom_function,
         without_gradient, detached, detached_alias, an_argument_before_it_is_used,
         of_parts_under_no_grad, two_histories, read_before_and_after, decayed,
-        detached_after_a_gradient, reshaped_after_a_gradient,
+        detached_after_a_gradient, reshaped_after_a_gradient, view_of_a_written_base,
     ],
     ids=lambda fn: fn.__name__,
 )  # fmt: skip

@@ -337,6 +337,28 @@ def fills_an_argument(x: Tensor) -> Tensor:
     return value.detach()
 
 
+def sets_grad(x: Tensor) -> Tensor:
+    value = (x * 2).square().sum()
+    (x.grad,) = torch.autograd.grad(value, x, create_graph=True)
+    return value
+
+
+def test_gradients_with_graphs_are_written_to_arguments() -> None:
+    def fn(w: Tensor, x: Tensor, buffers: dict[str, Tensor]) -> Tensor:
+        value = (w * x).square().sum()
+        buffers["grad"].copy_(torch.autograd.grad(value, w, create_graph=True)[0].sin())
+        return value
+
+    w, x = sample(4, 4), sample(4, 4).detach()
+    part = fs.partition(fn, mesh=MESH, in_specs=(P(), P("dp"), P()))
+    results = []
+    for f in (part, fn):
+        buffers = {"grad": torch.zeros_like(x)}
+        value = f(w, x, buffers)
+        results.append([value, torch.autograd.grad(value, w)[0], buffers["grad"].detach()])
+    torch.testing.assert_close(*results)
+
+
 HOOKED = torch.nn.Linear(4, 4).double()
 HOOKED.register_full_backward_hook(lambda m, gi, go: (gi[0] * 3,))
 
@@ -362,7 +384,8 @@ def other_data(x: Tensor) -> Tensor:
     ("fn", "refused"),
     [
         (fills_closed_over, "backward() fills .grad of a tensor that the function closes over"),
-        (fills_an_argument, "backward() fills .grad of argument 0"),
+        (fills_an_argument, "backward() or an assignment fills .grad of argument 0"),
+        (sets_grad, "backward() or an assignment fills .grad of argument 0"),
         (hooked, "a module with backward hooks"),
         (hooked_tensor, "x.register_hook(...), with gradients"),
         (other_data, "an assignment to `x.data`, which cannot be traced"),

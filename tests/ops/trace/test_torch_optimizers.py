@@ -151,6 +151,27 @@ def test_fused_steps_scale_gradients_and_skip_overflows(create: Any) -> None:
             torch.testing.assert_close(grad, scaled / 8, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("overflow", [1.0, torch.inf, torch.nan])
+@pytest.mark.parametrize("interval", [1, 3])
+def test_gradient_scalers(overflow: float, interval: int) -> None:
+    """Unscaling, and the next scale."""
+
+    def run(grads: Tensors, scale: torch.Tensor, steps: torch.Tensor) -> Any:
+        found, grads = torch.zeros(1), [x.clone() for x in grads]
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, found, 1 / scale)
+        torch._amp_update_scale_(scale, steps, found, 2.0, 0.5, interval)
+        return grads, found
+
+    part = fs.partition(run, mesh=MESH, in_specs=(fs.P("dp"), fs.P(), fs.P()))
+    grads = [x.float() for x in values(0, [(6, 4), (4,), (0, 4), (2, 2)])]
+    grads[1][3] *= overflow
+    results = []
+    for fn in (part, run):
+        states = torch.tensor(8.0), torch.tensor(0, dtype=torch.int32)
+        results.append((fn(grads, *states), states))
+    torch.testing.assert_close(*results, equal_nan=True)
+
+
 def test_a_fused_step_is_one_local_operation_for_each_parameter() -> None:
     params, grads = values(0, SHAPES), values(1, SHAPES)
     part = fs.partition(steps("AdamW", FUSED), mesh=MESH)
