@@ -211,13 +211,6 @@ def test_wrong_arguments_are_refused(call: Callable[[torch.Tensor], Any], text: 
     assert str(error.value) == text
 
 
-def ctc(x: torch.Tensor) -> torch.Tensor:
-    """Return the loss of each row, whose three frames are equal."""
-    frames, n = x.log_softmax(1).expand(3, *x.shape), len(x)
-    targets, ones = torch.ones(n, 1, dtype=torch.long), torch.ones(n, dtype=torch.long)
-    return torch.nn.functional.ctc_loss(frames, targets, 3 * ones, ones, reduction="none")
-
-
 DYNAMIC: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "nonzero": (lambda x: x.nonzero(as_tuple=True), lambda x, n: fs.nonzero(x, size=n)),
     "masked_select": (
@@ -232,10 +225,6 @@ DYNAMIC: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "repeat_interleave": (
         lambda x: torch.repeat_interleave(x.flatten(), x.flatten().long() + 2),
         lambda x, n: torch.repeat_interleave(x.flatten(), x.flatten().long() + 2, output_size=n),
-    ),
-    "_ctc_loss": (
-        ctc,
-        lambda x, n: fs.shard_map(ctc, mesh=MESH, in_specs=P("dp"), out_specs=P("dp"))(x),
     ),
     "linalg_lstsq": (
         lambda x: torch.linalg.lstsq(x, x[:, :1]).solution,

@@ -118,7 +118,6 @@ SIZED_CALLS = {
     "_unique2": "fs.unique(x, size=n)",
     "bincount": "fs.bincount(x, length=n)",
     "repeat_interleave": "torch.repeat_interleave(x, repeats, output_size=n)",
-    "_ctc_loss": "the loss in a fs.shard_map over the batch, within the function",
     "linalg_lstsq": "torch.linalg.pinv(a) @ b",
 }
 """Calls whose sizes are known, by the operation whose size depends on values."""

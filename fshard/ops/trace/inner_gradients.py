@@ -123,7 +123,7 @@ class TraceMode(TorchFunctionMode):
             tensors = tensors_in((args, kwargs or {}))
             if any(is_batched(x) and not isinstance(innermost(x), FakeTensor) for x in tensors):
                 raise ReadsBatchedTensor
-        if func == _SET_DATA and not _is_itself(*args):
+        if func == _SET_DATA and not is_itself(*args):
             fail(self.where, "an assignment to `x.data`, which cannot be traced",
                  "a function is traced as the operations that it runs",
                  "x.data.copy_(y), or use y")  # fmt: skip
@@ -134,7 +134,7 @@ class TraceMode(TorchFunctionMode):
                  "where gradients come out")  # fmt: skip
 
 
-def _is_itself(x: torch.Tensor, y: torch.Tensor) -> bool:
+def is_itself(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Return True if two tensors are the same memory, as after `x.data *= mask`."""
     first, second = ((z.shape, z.stride(), z.storage_offset(), z.dtype) for z in (x, y))
     return first == second and storage_address(x) == storage_address(y)

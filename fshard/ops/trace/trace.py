@@ -70,7 +70,7 @@ from fshard.ops.trace.inner_gradients import (
 )
 from fshard.ops.trace.mapped_regions import name_regions, recorded_regions
 from fshard.ops.trace.merged_dims import separate_merged_dims
-from fshard.ops.trace.refused_functions import refuse_function
+from fshard.ops.trace.refused_functions import refuse_conversions, refuse_function
 from fshard.ops.trace.source_places import recorded_places
 from fshard.run.transports.base import TRACE_DEPTH
 from fshard.run.transports.divergence_report import user_line
@@ -177,6 +177,7 @@ def trace(
         _TRACE_LOCK,
         without_dispatch_modes(),
         inference_without_grad(trace_depth),
+        refuse_conversions(trace_depth, where),
         hidden,
         recorded_regions() as regions,
         recorded_checkpoints() as checkpoints,

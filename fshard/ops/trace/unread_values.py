@@ -67,9 +67,19 @@ def gaussian_nll_loss(
 
 
 def where(condition: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Compute `torch.where`, whose shapes PyTorch knows of boolean conditions alone."""
+    """Compute `torch.where`; fake tensors have shapes for boolean conditions only."""
     is_mask = condition.dtype == torch.uint8
     return torch.where(condition.bool() if is_mask else condition, *args, **kwargs)
+
+
+def ctc_loss(*args: Any, reduction: str | int = "mean", **kwargs: Any) -> Tensor:
+    """Compute `F.ctc_loss` or `torch.ctc_loss` as an operation that returns the losses alone."""
+    from fshard.ops.rules.nn.sequence_losses import ctc_loss
+
+    if isinstance(reduction, str):
+        reduction = ("none", "mean", "sum").index(reduction)
+    options = kwargs if len(args) > 5 else {**kwargs, "reduction": reduction}
+    return ctc_loss(*args, **options)
 
 
 def unchecked(input: Tensor) -> bool:  # noqa: A002 - the name in torch
@@ -81,6 +91,7 @@ WITHOUT_READS: dict[Any, Callable[..., Any]] = {
     torch.cov: cov, torch.Tensor.cov: cov, torch.corrcoef: corrcoef,
     torch.Tensor.corrcoef: corrcoef, IS_ALL_TRUE: unchecked,
     torch.nn.functional.gaussian_nll_loss: gaussian_nll_loss,
+    torch.ctc_loss: ctc_loss, torch.nn.functional.ctc_loss: ctc_loss,
     torch.where: where, torch.Tensor.where: lambda x, condition, y: where(condition, x, y),
 }  # fmt: skip
 """Replacements of functions of PyTorch that cannot be traced."""

@@ -225,3 +225,33 @@ def test_traces_leave_modules_as_they_are() -> None:
     assert before == (torch.nn.Module.__call__, torch.nn.Module.__getattr__)
     assert all(item == before for item in methods)
     assert [node.op for node in graphs[0].graph.nodes] == ["placeholder", "call_module", "output"]
+
+
+class Converting(torch.nn.Module):
+    """Linear map whose module is converted in each call."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.map, self.dtype = torch.nn.Linear(4, 4), dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.map.to(x.device, self.dtype)(x.to(self.dtype))
+        return result + self.map.weight.to(x.dtype).sum()
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_conversions_of_modules_that_change_nothing_are_traced(closed: bool) -> None:
+    def run(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        return module(x) if closed else torch.func.functional_call(module, params, (x,))
+
+    module, x = Converting(torch.float32), torch.randn(4, 4)
+    params = dict(module.named_parameters())
+    part = fs.partition(run, mesh=MESH, in_specs=(P(), P("dp")))
+    torch.testing.assert_close(part(params, x), run(params, x))
+    module.dtype = torch.float64
+    with pytest.raises(fs.ShardingError, match="a Linear whose weight is converted"):
+        part(params, x)
+    assert params["map.weight"].dtype == torch.float32
+    module.to(torch.float64)  # the fix of the error
+    params = dict(module.named_parameters())
+    torch.testing.assert_close(part(params, x), run(params, x))

@@ -1,4 +1,4 @@
-"""Rules of losses of elements and of feature rows, and ctc_loss.
+"""Rules of losses of elements and of feature rows.
 
 mse_loss, l1_loss, smooth_l1_loss, huber_loss, binary_cross_entropy, kl_div, poisson_nll_loss,
 soft_margin_loss, cosine_embedding_loss, triplet_margin_loss, gradients. Sums are unreduced over
@@ -16,12 +16,12 @@ from torch import Tensor
 
 from fshard._torch.operators import schema_of
 from fshard.ops.core.builders import align_factors, dim_factors, linear_modes
-from fshard.ops.core.call import OpCall, argument
+from fshard.ops.core.call import OpCall
 from fshard.ops.core.registry import register_decomposition, register_rule
-from fshard.ops.core.rule import Dims, Mode, Rule
+from fshard.ops.core.rule import Mode, Rule
 from fshard.ops.rules.index.gather import broadcast_shape, unsharded_rule
 from fshard.ops.rules.shard_call import zero_results
-from fshard.ops.strategy.local_call import Args, Kwargs, RankContext, with_argument
+from fshard.ops.strategy.local_call import Args, Kwargs, RankContext
 
 NONE, MEAN, SUM = range(3)
 """Values of the argument `reduction`."""
@@ -179,37 +179,3 @@ def _triplet_margin(
         negative_distance = torch.minimum(negative_distance, distance(positive, negative))
     return reduced((margin + distance(anchor, positive) - negative_distance).clamp_min(0),
                    reduction)  # fmt: skip
-
-
-# -- connectionist temporal classification ----------------------------------------------------
-
-
-def _local_ctc(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> Any:
-    """Compute the losses of a rank's sequences, whose lengths may be a list for all sequences."""
-    x, total = argument(op, args, kwargs, "log_probs"), ctx.operands[0].shape[1]
-    begin, end = ctx.offset(0, 1), ctx.end(0, 1)
-    if end - begin == total:
-        return op(*args, **kwargs)
-    if end == begin:
-        return x.new_zeros(ctx.shape())
-    for name in ("input_lengths", "target_lengths"):
-        lengths = argument(op, args, kwargs, name)
-        if not isinstance(lengths, Tensor):
-            _, args, kwargs = with_argument(op, args, kwargs, name, lengths[begin:end])
-    out = op(*args, **kwargs)
-    return out * ((end - begin) / total) if argument(op, args, kwargs, "reduction") == MEAN else out
-
-
-def _ctc(call: OpCall) -> Rule:
-    """Rule `1n1,n1,n,n->` of `ctc_loss`: sequences may be sharded; time and classes may not."""
-    x, targets = call.operands[:2]
-    if x.ndim != 3 or targets.ndim != 2:
-        return unsharded_rule(call)
-    lengths: tuple[Dims, ...] = ((("n",),),) * (len(call.operands) - 2)
-    reduction = call.get("reduction")
-    result: Dims = (("n",),) if reduction == NONE else ()
-    return Rule((((), ("n",), ()), (("n",), ()), *lengths), (result,),
-                () if reduction == NONE else (("n", "sum"),), local=_local_ctc)  # fmt: skip
-
-
-register_rule("ctc_loss")(_ctc)

@@ -161,17 +161,6 @@ def test_samples_and_classes_on_two_axes() -> None:
     assert check_call(aten.nll_loss, x, labels, None, SUM, -100, grad=False, two_axes=True) == []
 
 
-@REDUCTIONS
-def test_connectionist_classification(reduction: int) -> None:
-    """Sequences may be sharded, with lengths as numbers or as tensors."""
-    x, labels = real(6, 3, 5).log_softmax(-1), below(4, 3, 2) + 1
-    listed, stored = ([6, 6, 5], [2, 2, 1]), (torch.tensor([6, 6, 5]), torch.tensor([2, 2, 1]))
-    assert check_call(aten.ctc_loss.IntList, x, labels, *listed, 0, reduction) == []
-    assert check_call(aten.ctc_loss.Tensor, x, labels, *stored, 0, reduction) == []
-    in_a_row = labels.flatten()[:5]
-    assert check_call(aten.ctc_loss.IntList, x, in_a_row, *listed, 0, reduction) == []
-
-
 RULES = {
     "mse": "d0 d1,d0 d1->  {d0 sum; d1 sum}",
     "cosine_embedding": "d0 c,d0 c,d0->  {d0 sum; c unsharded}",
