@@ -108,3 +108,21 @@ def recomputed_weights(objects: Iterable[Any]) -> list[tuple[dict[str, Any], str
                 name = hook._tensor_name if isinstance(hook, BasePruningMethod) else hook.name
                 weights.append((vars(module), name, vars(module).get(name)))
     return weights
+
+
+@contextmanager
+def conversions_by(convert: Callable[..., nn.Module]) -> Iterator[None]:
+    """Let `convert(original, module, fn, recurse)` do `module.to(...)` and its like in the block.
+
+    `fn` converts a tensor, `original(module, fn, recurse)` is PyTorch's conversion.
+    """
+    original = nn.Module._apply
+
+    def apply(self: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
+        return convert(original, self, fn, recurse)
+
+    nn.Module._apply = apply  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = original  # type: ignore[method-assign]

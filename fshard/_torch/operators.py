@@ -92,6 +92,13 @@ def fused_step(kernel: str) -> Callable[..., None]:
     return function
 
 
+UNSCALE: Callable[..., None] = torch._amp_foreach_non_finite_check_and_unscale_
+"""Operation by which a gradient scaler multiplies gradients and looks for infinite ones."""
+UPDATE_SCALE: Callable[..., torch.Tensor] = torch._amp_update_scale_
+norms: Callable[[Sequence[torch.Tensor], float], list[torch.Tensor]] = torch._foreach_norm  # type: ignore[assignment]
+"""Return the norm of each tensor."""
+
+
 class AdamWOptions(NamedTuple):
     """Scalars of one step of AdamW.
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fshard._torch.operators import fused_step, schema_of
+from fshard._torch.operators import UNSCALE, UPDATE_SCALE, fused_step, norms, schema_of
 
 OPTIONS = {
     "adam": ("lr", "beta1", "beta2", "weight_decay", "eps", "amsgrad", "maximize"),
@@ -108,7 +108,7 @@ def _unscale(
     """Multiply gradients by `inv_scale`, and set `found_inf` to 1 if one of them is not finite."""
     filled = [grad for grad in grads if grad.numel()]
     if filled:
-        maxima = torch.stack(torch._foreach_norm(filled, float("inf")))
+        maxima = torch.stack(norms(filled, float("inf")))
         found_inf.masked_fill_(~maxima.isfinite().all(), 1)
     for grad in filled:
         grad.mul_(inv_scale.squeeze())
@@ -130,7 +130,7 @@ def _update_scale(
 
 FUSED_STEPS: dict[Any, Callable[..., Any]] = {
     **{fused_step(kernel): partial(_step, kernel) for kernel in OPTIONS},
-    torch._amp_foreach_non_finite_check_and_unscale_: _unscale,
-    torch._amp_update_scale_: _update_scale,
+    UNSCALE: _unscale,
+    UPDATE_SCALE: _update_scale,
 }
 """Replacements of PyTorch's fused steps, and of those of gradient scalers, in a trace."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from fshard._torch.fake_tensors import DataDependentOutputException, DynamicOutputShapeException
+from fshard._torch.module_state import conversions_by
 from fshard._util.errors import fail
 from fshard._util.other_names import COLLECTIVES, NO_PROCESS_GROUP
 from fshard._util.text import one_line
@@ -69,31 +70,24 @@ def _fails_in_forward_mode(error: Exception) -> bool:
     return below_jvp and "_subclasses" in frames[-1].filename
 
 
-@contextmanager
-def refuse_conversions(depth: Callable[[], int], where: str) -> Iterator[None]:
+def refuse_conversions(depth: Callable[[], int], where: str) -> AbstractContextManager[None]:
     """Refuse `module.to(...)` in the block, unless it changes nothing; `depth` is 0 elsewhere.
 
     PyTorch exchanges tensors with others, which those of a trace do not allow.
     """
-    original: Any = nn.Module._apply
 
-    def apply(self: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
+    def convert(original: Any, module: nn.Module, fn: Callable[[Any], Any], recurse: bool) -> Any:
         if not depth():
-            converted: nn.Module = original(self, fn, recurse)
-            return converted
-        for name, x in [*self.named_parameters(), *self.named_buffers()]:
+            return original(module, fn, recurse)
+        for name, x in [*module.named_parameters(), *module.named_buffers()]:
             with torch.no_grad():
                 y = fn(x)
             if not is_itself(x, y):
                 change = " to ".join(f"{z.dtype} on {z.device}" for z in (x, y))
                 fail(f"{where}{user_line(None, None)}",
-                     f"a {type(self).__name__} whose {name} is converted, from {change}",
+                     f"a {type(module).__name__} whose {name} is converted, from {change}",
                      "tensors of modules must keep their dtypes and devices",
                      f"m.to(...) before the call, or {name}.to(...) where it is used")  # fmt: skip
-        return self
+        return module
 
-    nn.Module._apply = apply  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module._apply = original  # type: ignore[method-assign]
+    return conversions_by(convert)
