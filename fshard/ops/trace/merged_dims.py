@@ -16,7 +16,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -210,8 +210,7 @@ def _dim(node: fx.Node, index: int) -> int:
 
 def _reduced(node: fx.Node) -> set[int]:
     """Return the dims that a sum reduces."""
-    count, dims = len(shape_of(node.args[0])), node.args[1]
-    assert isinstance(dims, list)
+    count, dims = len(shape_of(node.args[0])), cast("list[int] | None", node.args[1])
     return {int(dim) % count for dim in dims or range(count)}
 
 

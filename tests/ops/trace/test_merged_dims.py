@@ -51,10 +51,17 @@ def rows_of_two(x: Tensor, w: Tensor) -> Tensor:
     return (rows * rows.flip(0)).view(3, 2, 4) * w.sum()
 
 
+def divided_by_the_sum(x: Tensor, w: Tensor) -> Tensor:
+    rows = x.view(6, 4)
+    return (rows / rows.exp().sum(dim=None, keepdim=True)).view(3, 2, 4) * w.sum()
+
+
 SEPARATED = [linear_rows, chain, two_splits, merged_heads]
 
 
-@pytest.mark.parametrize("fn", [*SEPARATED, other_split, mixed_rows, rows_of_two])
+@pytest.mark.parametrize(
+    "fn", [*SEPARATED, other_split, mixed_rows, rows_of_two, divided_by_the_sum]
+)
 def test_merged_rows_equal_one_device(fn: Callable[[Tensor, Tensor], Tensor]) -> None:
     x = torch.randn(3, 2, 4, dtype=torch.float64, requires_grad=True)
     w = WEIGHT.clone().requires_grad_()
