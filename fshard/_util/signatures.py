@@ -30,12 +30,25 @@ class SignatureError(ShardingError, TypeError):
 
 
 def explain_binding(
-    error: Exception, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    error: Exception,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    inner: Callable[..., Any] | None = None,
 ) -> None:
-    """Raise a `SignatureError` if `error` is of a call that does not match `fn`'s signature."""
+    """Raise a `SignatureError` if `error` is of a call that does not match `fn`'s signature.
+
+    `inner` is the function to which `fn` passes its `**options`.
+    """
     if not isinstance(error, TypeError) or isinstance(error, ShardingError):
         return
     signature = inspect.signature(fn)
+    if inner is not None:
+        named = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        options = inspect.signature(inner).parameters.values()
+        signature = signature.replace(
+            parameters=[*named, *(p for p in options if p.kind is p.KEYWORD_ONLY)]
+        )
     with suppress(TypeError):
         signature.bind(*args, **kwargs)
         return

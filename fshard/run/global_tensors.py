@@ -335,7 +335,7 @@ def reshard(
     try:
         prog = redistribute(spec, target, **options)
     except TypeError as error:
-        explain_binding(error, redistribute, (spec, target), options)
+        explain_binding(error, reshard, (pair, to), options, redistribute)
         raise
     if async_op:
         return _start_reshard(prog, local)

@@ -125,13 +125,24 @@ def test_text_of_a_call_that_does_not_match(call: Callable[[], Any], text: str) 
         lambda: fs.Link(1e-6, 1e9, exchang=1e9),
         lambda: fs.Topology("two", fs.Link(1e-6, 1e9), node_sise=8),
         lambda: fs.AllGather(("x",), 0, too="reduced"),
-        lambda: fs.reshard(fs.shard(X, SPEC), P(), topolgy=None),
     ],
 )
-def test_options_of_dataclasses_and_of_inner_functions_are_spelled(call: Callable[[], Any]) -> None:
+def test_options_of_dataclasses_are_spelled(call: Callable[[], Any]) -> None:
     with pytest.raises(SignatureError, match=r"^fs\.\w+\n.*\n  rule:  an option must be .*"
                                              r"\n  fix:   did you mean '(\w+)'"):  # fmt: skip
         call()
+
+
+@pytest.mark.parametrize(("option", "name"), [("topolgy", "topology"), ("async_opp", "async_op")])
+def test_options_of_inner_functions_are_those_of_the_outer_one(option: str, name: str) -> None:
+    options: Any = {option: None}
+    with pytest.raises(SignatureError) as caught:
+        fs.reshard(fs.shard(X, SPEC), P(), **options)
+    assert str(caught.value) == (
+        f"fs.reshard\n  given: {option}=None\n  rule:  an option must be one of async_op, "
+        "topology, objective, max_memory, exclude, forward_dtype, backward_dtype, bucket_bytes\n"
+        f"  fix:   did you mean '{name}'?"
+    )
 
 
 def test_functions_of_packages_are_named_with_them() -> None:
