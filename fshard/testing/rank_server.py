@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import os
 import signal
 import subprocess
@@ -16,6 +18,8 @@ from typing import Any
 SERVE = "import sys; sys.path[:] = {path!r}; from fshard.testing.rank_server import serve; serve()"
 START_SECONDS = 90.0
 POLL_SECONDS = 0.01
+IMPORTS: list[str] = []
+"""Names of modules that a server imports before it forks ranks, which would import them each."""
 
 
 class ForkedRank:
@@ -59,7 +63,7 @@ class RankServer:
         with theirs:
             fd = theirs.fileno()
             self.process = subprocess.Popen(
-                [sys.executable, "-c", SERVE.format(path=sys.path), str(fd)],
+                [sys.executable, "-c", SERVE.format(path=sys.path), str(fd), *IMPORTS],
                 env=environment, stdin=subprocess.DEVNULL, stdout=self.log,
                 stderr=subprocess.STDOUT, pass_fds=[fd],
             )  # fmt: skip
@@ -122,6 +126,9 @@ def serve() -> None:
     """Fork a rank, or report the exit code of one, at each request; end with the caller."""
     from fshard.testing import rank_process
 
+    for name in sys.argv[2:]:
+        importlib.import_module(name)
+    gc.freeze()  # ranks collect their own objects alone
     connection = Connection(int(sys.argv[1]))
     while True:
         try:

@@ -239,7 +239,9 @@ def test_close_ends_all_processes() -> None:
 def test_ranks_end_when_the_tests_are_killed() -> None:
     code = (
         "from tests.helpers.gloo.harness import Ranks\n"
+        "from fshard.testing.rank_server import IMPORTS\n"
         "from tests.distributed.test_harness import facts, hang_on\n"
+        "IMPORTS.clear()\n"
         "ranks = Ranks(2); ranks.run(facts); print(*ranks.pids, flush=True); ranks.run(hang_on, 1)"
     )
     with subprocess.Popen(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import fshard as fs
+from fshard.testing.rank_server import IMPORTS
 from fshard.testing.ranks import Outcome, RankDied, RankHung, Ranks, warm_ranks
 from fshard.testing.ranks import close_ranks as close_all
 
@@ -15,6 +16,7 @@ __all__ = ["Outcome", "RankDied", "RankHung", "Ranks", "close_all", "outcomes", 
 PATIENCE = 300.0
 """Seconds until ranks are taken to hang; on a loaded machine a call may take minutes."""
 ROOT = Path(__file__).parent.parent.parent.parent
+IMPORTS += ["pytest", "torch._dynamo", "torch.distributed.tensor.experimental", "fshard.domain"]
 
 
 def pool(size: int) -> Ranks:
