@@ -1,6 +1,7 @@
-"""The examples run as the README says, simulated and under torchrun, with equal losses.
+"""The examples run as the README says, simulated and on four processes, with equal losses.
 
-Slow tests run those under torchrun whose four ranks need many seconds; a simulation is in each run.
+The processes have torchrun's environment; slow tests start all examples by torchrun itself. Those
+whose four ranks need many seconds are simulated alone by default.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Sequence
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -23,6 +25,8 @@ import torch
 from rich.console import Console
 
 import fshard as fs
+from tests.helpers.gloo.example_runs import run_all
+from tests.helpers.gloo.harness import Ranks
 
 ROOT = Path(__file__).parent.parent.parent
 TRAIN_LM = ROOT / "examples" / "train_lm.py"
@@ -53,27 +57,21 @@ COMMANDS = {
     "heat_equation": [str(HEAT_EQUATION), "20"],
 }
 if HAS_PHOTOGRAPHS:
-    COMMANDS["sharded_unet"] = [str(SHARDED_UNET), "3", "8", str(UNET_PICTURE)]
+    COMMANDS["sharded_unet"] = [str(SHARDED_UNET), "2", "8", str(UNET_PICTURE)]
 if HAS_TRANSFORMERS:
     COMMANDS["partition_llama"] = [str(PARTITION_LLAMA), "10"]
 SLOW = {"zero_adamw", "muon", "sharded_unet", "partition_llama"}
-"""Examples that run under torchrun in slow tests alone."""
+"""Examples that run on processes in slow tests alone."""
 UNDER_TORCHRUN = pytest.mark.parametrize(
     "torchrun", [False, pytest.param(True, marks=pytest.mark.slow)]
 )
-RUN_ALL = f"""
-import os, runpy, sys, warnings
-sys.path.insert(0, {str(ROOT / "examples")!r})
-for name, argv in COMMANDS.items():
-    if os.environ["RANK"] == "0":
-        print(f"[{{name}}]", flush=True)
-    sys.argv = argv
-    if name == "partition_llama":  # the last one
-        warnings.simplefilter("ignore")  # of packages that transformers imports
-    try:
-        runpy.run_path(argv[0], run_name="__main__")
-    except SystemExit as end:
-        assert not end.code, f"{{name}} ended with {{end.code}}"
+RUN_ALL = """
+import os
+from tests.helpers.gloo.example_runs import run_all
+outputs = run_all(COMMANDS)
+if os.environ["RANK"] == "0":
+    for name, text in outputs.items():
+        print(f"[{name}]", text, sep=chr(10), end="")
 """
 
 
@@ -129,10 +127,18 @@ def load(path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @cache
-def launched(slow: bool) -> dict[str, str]:
-    """Return the outputs of the slow examples or of the others; one launch runs them in turn."""
-    commands = {name: argv for name, argv in COMMANDS.items() if (name in SLOW) == slow}
-    code = f"COMMANDS = {commands!r}\n{RUN_ALL}"
+def on_ranks() -> dict[str, str]:
+    """Return the outputs of rank 0 of the fast examples, from one start of four processes."""
+    commands = {name: argv for name, argv in COMMANDS.items() if name not in SLOW}
+    with closing(Ranks(4, init=False)) as ranks:
+        outputs: dict[str, str] = ranks.run(run_all, commands, timeout=280)[0]
+    return outputs
+
+
+@cache
+def launched() -> dict[str, str]:
+    """Return the outputs of all examples under torchrun, launched once."""
+    code = f"COMMANDS = {COMMANDS!r}\n{RUN_ALL}"
     out, err = run([sys.executable, *TORCHRUN, sys.executable, "-W", "error", "-c", code], 280)
     assert err == ""
     _, *parts = re.split(r"^\[(\w+)\]$", out, flags=re.MULTILINE)
@@ -140,13 +146,17 @@ def launched(slow: bool) -> dict[str, str]:
 
 
 def on_processes(name: str) -> str:
-    """Return the output of an example under torchrun."""
-    return launched(name in SLOW)[name]
+    """Return the output of an example on four processes."""
+    return launched()[name] if name in SLOW else on_ranks()[name]
 
 
 @pytest.mark.timeout(300)
-def test_train_lm_simulated_agrees_with_one_device() -> None:
-    out, err = run([sys.executable, "-W", "error", str(TRAIN_LM), "--steps", "20"], 240)
+def test_train_lm_simulated_agrees_with_one_device(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert command(monkeypatch, load(TRAIN_LM, monkeypatch), "--steps", "20") == 0
+    out, err = capsys.readouterr()
     assert err == ""
     assert out.endswith("The same as on one device, to within 1e-09.\n")
     assert max(map(len, out.splitlines())) <= 80
@@ -163,7 +173,7 @@ def test_train_lm_simulated_agrees_with_one_device() -> None:
 
 
 @pytest.mark.timeout(300)
-def test_train_lm_torchrun_agrees_with_simulation(
+def test_train_lm_on_processes_agrees_with_simulation(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = on_processes("train_lm")
@@ -251,7 +261,7 @@ def test_sharded_unet_agrees_with_one_device(
     torchrun: bool,
 ) -> None:
     picture = tmp_path / "unet.png"
-    assert load(SHARDED_UNET, monkeypatch).main(3, 8, str(picture)) == 0
+    assert load(SHARDED_UNET, monkeypatch).main(2, 8, str(picture)) == 0
     simulated = capsys.readouterr().out
     out = on_processes("sharded_unet") if torchrun else simulated
     for text in (simulated, out):
@@ -261,7 +271,7 @@ def test_sharded_unet_agrees_with_one_device(
     assert "f64[2,3,53@h:29+24,80@w:26+54]" in simulated
     assert "all_gather" not in simulated
     assert losses(out) == pytest.approx(losses(simulated), rel=0, abs=2e-10)
-    assert len(losses(out)) == 3
+    assert len(losses(out)) == 2
     assert picture.stat().st_size
     if torchrun:
         assert picture.read_bytes() == UNET_PICTURE.read_bytes()
@@ -277,7 +287,8 @@ def test_sharded_unet_agrees_with_one_device(
 def test_layouts_of_state_agree_with_one_device(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, torchrun: bool
 ) -> None:
-    assert load(ROOT / "examples" / f"{name}.py", monkeypatch).main(21) == 0
+    steps = 21 if name == "muon" else 11
+    assert load(ROOT / "examples" / f"{name}.py", monkeypatch).main(steps) == 0
     simulated = capsys.readouterr().out
     out = on_processes(name) if torchrun else simulated
     for text in (simulated, out):

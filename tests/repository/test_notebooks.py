@@ -8,11 +8,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import nbformat
 import pytest
+from jupyter_client.manager import KernelManager
 from nbclient import NotebookClient
 
 ROOT = Path(__file__).parent.parent.parent
@@ -23,14 +26,40 @@ METADATA = {
 }
 
 
-def executed(path: Path) -> Any:
-    """Return the notebook run in a fresh kernel; raise the error of a cell."""
-    notebook = nbformat.read(path, as_version=4)
-    client = NotebookClient(notebook, timeout=300, kernel_name="python3", record_timing=False,
-                            coalesce_streams=True,
-                            resources={"metadata": {"path": str(path.parent)}})  # fmt: skip
+@contextmanager
+def kernel() -> Iterator[KernelManager]:
+    """Start a kernel that runs one notebook after another: it imports PyTorch once."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "0"}
-    client.execute(env=environment)
+    manager = KernelManager(kernel_name="python3")
+    manager.start_kernel(env=environment, cwd=str(ROOT / "notebooks"))
+    try:
+        yield manager
+    finally:
+        manager.shutdown_kernel(now=True)
+
+
+def execute(notebook: Any, manager: KernelManager) -> None:
+    """Run a notebook in a new session of a kernel; raise the error of a cell."""
+    client = manager.blocking_client()
+    client.start_channels()
+    try:
+        client.wait_for_ready(timeout=100)
+        client.execute_interactive("get_ipython().reset(new_session=True)", store_history=False,
+                                   timeout=100)  # fmt: skip
+    finally:
+        client.stop_channels()
+    run = NotebookClient(notebook, manager, timeout=300, record_timing=False,
+                         coalesce_streams=True)  # fmt: skip
+    try:
+        run.execute()
+    finally:
+        run.kc.stop_channels()
+
+
+def executed(path: Path, manager: KernelManager) -> Any:
+    """Return the notebook of a file with its outputs."""
+    notebook = nbformat.read(path, as_version=4)
+    execute(notebook, manager)
     notebook.metadata = nbformat.from_dict(METADATA)
     return notebook
 
@@ -51,6 +80,12 @@ def outputs(notebook: Any) -> list[dict[str, str]]:
     return shown
 
 
+@pytest.fixture(scope="module")
+def manager() -> Iterator[KernelManager]:
+    with kernel() as started:
+        yield started
+
+
 def test_there_are_notebooks() -> None:
     names = [path.name for path in NOTEBOOKS]
     assert names == [
@@ -63,9 +98,9 @@ def test_there_are_notebooks() -> None:
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_stored_outputs_are_fresh(path: Path) -> None:
+def test_stored_outputs_are_fresh(path: Path, manager: KernelManager) -> None:
     stored = nbformat.read(path, as_version=4)
-    fresh = executed(path)
+    fresh = executed(path, manager)
     for was, now in zip(outputs(stored), outputs(fresh), strict=True):
         assert was == now, "python -m tests.repository.test_notebooks stores what is printed now"
 
@@ -100,28 +135,26 @@ try:
 except fs.ShardingError as error:
     print(str(error).partition("\\n")[0])
 """
-IN_IPYTHON = f"""
-from IPython.core.interactiveshell import InteractiveShell
-InteractiveShell.instance().run_cell({WRONG!r}, store_history=True)
-"""
 
 
-@pytest.mark.parametrize(
-    ("code", "place"),
-    [(WRONG, "<stdin>:4"), (IN_IPYTHON, "Cell In[1], line 4")],
-    ids=["-", "IPython"],
-)
-def test_errors_name_the_line_of_what_is_typed(code: str, place: str, tmp_path: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "IPYTHONDIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-"], input=code, env=environment, timeout=100,
+def test_errors_name_the_line_of_what_is_typed() -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-"], input=WRONG, env=environment, timeout=100,
                           capture_output=True, text=True, check=True)  # fmt: skip
-    assert done.stdout == f"shard_map(f): mul at {place}\n", done.stderr
+    assert done.stdout == "shard_map(f): mul at <stdin>:4\n", done.stderr
+
+
+def test_errors_name_the_line_of_a_cell(manager: KernelManager) -> None:
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(WRONG)])
+    execute(notebook, manager)
+    assert outputs(notebook)[0]["stdout"] == "shard_map(f): mul at Cell In[1], line 4\n"
 
 
 def store() -> None:
-    for path in NOTEBOOKS:
-        nbformat.write(executed(path), path)
-        sys.stdout.write(f"stored {path.relative_to(ROOT)}\n")
+    with kernel() as manager:
+        for path in NOTEBOOKS:
+            nbformat.write(executed(path, manager), path)
+            sys.stdout.write(f"stored {path.relative_to(ROOT)}\n")
 
 
 if __name__ == "__main__":
