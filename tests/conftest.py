@@ -11,11 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import is_hypothesis_test, settings
+
+from tests.helpers.thorough import THOROUGH
 
 # Tests are thousands of small operations, in several processes: more threads are slower.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
+
+gc.set_threshold(50_000, 20, 20)  # tests make many objects and few cycles
 
 # A clock makes tests fail on a busy machine; chance makes them fail on another's change.
 settings.register_profile("fshard", deadline=None, derandomize=True, max_examples=100)
@@ -39,7 +43,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark all cases of a test with `sampled(n)` as slow, except every n-th one.
 
     An n that divides the number of values of no parameter reaches all values of all parameters.
+    Drawn tests have half of their examples unless the run is thorough.
     """
+    if not THOROUGH:
+        for test in {item.obj for item in items if is_hypothesis_test(getattr(item, "obj", None))}:
+            used = test._hypothesis_internal_use_settings
+            fewer = settings(used, max_examples=-(-used.max_examples // 2))
+            test._hypothesis_internal_use_settings = fewer
     places: Counter[str] = Counter()
     for item in items:
         mark = item.get_closest_marker("sampled")
@@ -53,7 +63,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @cache
 def uses_processes(path: str) -> bool:
     """Return whether a file's tests run on real processes."""
-    return path.startswith("tests/distributed/") or "run_ranks" in (ROOT / path).read_text()
+    text = (ROOT / path).read_text()
+    return path.startswith("tests/distributed/") or "run_ranks" in text or "Ranks(" in text
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -355,7 +355,7 @@ def test_equivalence_ignores_axis_names_and_size_one_axes() -> None:
 
 
 def test_equivalence_is_equality_without_axes_of_size_one() -> None:
-    for one, other in sample_pairs(all_specs(Mesh(x=2, y=3), (6, 6)), 729):
+    for one, other in sample_pairs(all_specs(Mesh(x=2, y=3), (6, 6)), 729, fixed=True):
         assert one.is_equivalent(other) == (one == other), (one, other)
 
 

@@ -43,7 +43,7 @@ def pairs_of(mesh: Mesh, count: int | None = None, states: Sequence[str] = ("inv
     specs = spec_grid.all_specs(mesh, shape, states, dtype=torch.float32)
     if count is None:
         return list(itertools.product(specs, specs))
-    return spec_grid.sample_pairs(specs, count, seed=4)
+    return spec_grid.sample_pairs(specs, count, seed=4, fixed=True)
 
 
 def ratios(pairs: Pairs, exclude: Sequence[type] = ()) -> list[float]:
@@ -259,7 +259,7 @@ def square_pairs(mesh: Mesh, length: int, count: int | None = None) -> Pairs:
     )
     if count is None:
         return list(itertools.product(specs, specs))
-    return spec_grid.sample_pairs(specs, count, seed=5)
+    return spec_grid.sample_pairs(specs, count, seed=5, fixed=True)
 
 
 @spec_grid.one_in(5)
