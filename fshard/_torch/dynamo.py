@@ -122,7 +122,8 @@ def graph_constant(cls: C) -> C:
 
 def one_node(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Return `fn` as one node of a graph, which is not traced into."""
-    return torch._dynamo.nonstrict_trace(fn)
+    traced: Callable[..., Any] = torch._dynamo.nonstrict_trace(fn)
+    return traced
 
 
 # -- operators that take functions -------------------------------------------------------------
