@@ -172,7 +172,7 @@ def assert_balanced(src: Spec, dst: Spec) -> None:
         )
 
 
-@spec_grid.one_in(5)
+@spec_grid.one_in(11)
 @pytest.mark.parametrize(
     "mesh", [*MESHES[:2], pytest.param(MESHES[2], marks=pytest.mark.slow)], ids=str
 )
@@ -183,7 +183,7 @@ def test_laws_of_all_pairs(mesh: Mesh, shape: tuple[int, ...], every: int) -> No
         assert_laws(src, dst)
 
 
-@spec_grid.one_in(5)
+@spec_grid.one_in(11)
 @pytest.mark.parametrize(
     ("mesh", "shape"), [*((mesh, (5,)) for mesh in MESHES), (MESHES[1], (1, 7))], ids=str
 )
@@ -196,7 +196,7 @@ def test_laws_of_all_uneven_pairs(mesh: Mesh, shape: tuple[int, ...], every: int
 @pytest.mark.parametrize(("one", "other"), TWO_MESHES, ids=str)
 @pytest.mark.parametrize(
     ("shape", "every"),
-    [((12,), 7), ((5,), 7), ((1, 7), 31),
+    [((12,), 13), ((5,), 13), ((1, 7), 61),
      *(pytest.param(shape, 1, marks=pytest.mark.slow) for shape in ((12,), (5,), (1, 7)))],
     ids=str,
 )  # fmt: skip

@@ -495,7 +495,7 @@ def test_laws_between_meshes(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("topology", [Topology.node(), CLUSTER], ids=["node", "cluster"])
-@spec_grid.one_in(3)
+@spec_grid.one_in(7)
 def test_laws_of_all_pairs_through_a_third_layout(topology: Topology, every: int) -> None:
     """Plans of pairs of layouts of a small mesh through a third are simplified."""
     layouts, chooser = spec_grid.all_specs(Mesh(x=2, y=2), (4, 8)), random.Random(1)

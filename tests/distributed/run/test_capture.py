@@ -45,7 +45,7 @@ def run_often(mesh: Mesh, work: Work) -> list[Any]:
     return outputs
 
 
-@one_in(2)
+@one_in(5)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_replayed_collectives_agree_with_the_reference(mesh: Mesh, every: int) -> None:
     work: Work = []
@@ -371,7 +371,7 @@ def run_programs_often(progs: list[Program], work: list[Any]) -> list[Any]:
     return results
 
 
-@one_in(5)
+@one_in(11)
 @pytest.mark.parametrize("mesh", PROGRAM_MESHES, ids=str)
 def test_replayed_programs_agree_with_the_simulation(mesh: Mesh, every: int) -> None:
     progs, work, expected = programs(mesh)[::every], [], []

@@ -172,6 +172,7 @@ def differentiate_all(mesh: Mesh, count: int) -> int:
     return len(pairs)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_gradients_equal_dtensor(mesh: Mesh) -> None:
     assert min(run_ranks(mesh.size, differentiate_all, mesh, 60)) >= 30

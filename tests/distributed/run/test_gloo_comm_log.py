@@ -165,7 +165,7 @@ def collective_logs(mesh: Mesh, work: list[tuple[int, tuple[str, ...], Any, Any]
     return results
 
 
-@one_in(2)
+@one_in(5)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_logs_of_replayed_collectives(mesh: Mesh, every: int) -> None:
     work, names = [], []
@@ -200,7 +200,7 @@ def program_logs(progs: list[fs.Program]) -> list[Any]:
     return results
 
 
-@one_in(2)
+@one_in(5)
 def test_logs_of_replayed_programs(every: int) -> None:
     mesh, progs = MESHES[1], []
     for shape in ((4, 8), (5, 6)):

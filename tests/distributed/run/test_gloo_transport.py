@@ -114,8 +114,8 @@ def test_every_step_in_every_dtype(mesh: Mesh) -> None:
     for i, dtype in enumerate(DTYPES):
         programs = catalogue(mesh, dtype)
         assert len(programs) >= len(mesh.axes) * least.get(dtype, 33)
-        if dtype not in (torch.float64, torch.int64):
-            programs = programs[i :: 2 * len(mesh.axes) - 1]
+        if dtype != torch.float64:
+            programs = programs[i :: 4 * len(mesh.axes) - 2]
         orders = {torch.float64: 2, torch.float32: 1, torch.bfloat16: 1, torch.complex64: 1}
         cases += [case(prog, orders.get(dtype, 0)) for prog in programs]
     check_cases(mesh, cases)

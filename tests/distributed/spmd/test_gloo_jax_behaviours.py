@@ -22,6 +22,7 @@ def on_rank(mesh: Mesh, names: list[str], check: Any) -> list[dict[str, Any]]:
     return [numbers(CASES[name], check) for name in names]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("check", [False, True])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_values_equal_the_recorded_ones_of_jax(mesh: Mesh, check: bool) -> None:

@@ -72,6 +72,7 @@ def on_ranks(mesh: Mesh, work: list[Work], check: bool | str) -> list[list[torch
     return results(mesh, work, check)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("check", [True, "strict"])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_random_bodies_equal_the_simulation(mesh: Mesh, check: bool | str) -> None:

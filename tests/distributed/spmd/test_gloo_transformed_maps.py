@@ -43,7 +43,7 @@ def differing(check: bool, every: int) -> dict[str, str]:
     return errors
 
 
-@one_in(5)
+@one_in(9)
 @pytest.mark.parametrize("check", [True, False])
 def test_transforms_of_mapped_functions_on_processes(check: bool, every: int) -> None:
     assert run_ranks(2, differing, check, every) == [{}, {}]

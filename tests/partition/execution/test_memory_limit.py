@@ -19,7 +19,7 @@ from fshard.partition.ir import Operation
 from fshard.partition.step_cost.memory_limit import _policies, _recomputing
 from tests.helpers.gloo.memory_cases import Block
 
-LAYERS, WIDTH, ROWS = 4, 32, 512
+LAYERS, WIDTH, ROWS = 3, 32, 512
 MESH = fs.Mesh(dp=4)
 TOPOLOGY = fs.Topology("test", inner=fs.Link(1e-9, 1e9), launch=1e-8, kernel=0.0)
 """Machine on which every layer's parameters are gathered in a launch of their own."""

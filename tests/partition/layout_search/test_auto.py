@@ -41,7 +41,7 @@ SIZES: dict[str, tuple[Callable[..., blocks.Params], int, tuple[int, ...]]] = {
 }
 
 
-BY_DEFAULT = {("gpt", False), ("vit", True)}
+BY_DEFAULT = {("vit", True)}
 """Blocks that are compared by default, and whether memory is limited."""
 
 

@@ -25,6 +25,7 @@ from tests.helpers.spmd.collective_cases import (
 )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_values_and_transposes_equal_the_oracle(case: Collective, mesh: Mesh) -> None:

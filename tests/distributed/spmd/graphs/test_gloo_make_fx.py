@@ -21,6 +21,6 @@ def recorded(every: int) -> list[str]:
     return found + [text for name, case in rows.items() for text in linear_problems(name, case)]
 
 
-@one_in(3)
+@one_in(7)
 def test_recorded_graphs_have_functional_collectives(every: int) -> None:
     assert run_ranks(2, recorded, every) == [[], []]
