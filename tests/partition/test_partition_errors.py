@@ -166,6 +166,37 @@ def test_tensors_in_objects_and_leaked_tensors_are_refused() -> None:
     )
 
 
+class Recurrent(torch.nn.Module):
+    """Cell that keeps its state, as recurrent blocks of language models do."""
+
+    state: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.state = x.sin() if self.state is None else x.sin() + self.state * 0.5
+        return self.state.cos()
+
+
+def test_states_that_modules_keep_are_returned() -> None:
+    """The fix of the error runs: a state is an argument and a result, and the module has none."""
+
+    def step(state: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        cell.state = state
+        y = cell(x)
+        state, cell.state = cell.state, None
+        return y, state
+
+    cell, plain, x = Recurrent(), Recurrent(), torch.randn(3, 4)
+    assert "is kept outside of the function" in error_of(
+        fs.partition(cell.forward, mesh=MESH), x[0]
+    )
+    cell.state = None
+    part, state = fs.partition(step, mesh=MESH, in_specs=P("dp")), x[0].sin()
+    plain(x[0])
+    for row in x[1:]:
+        y, state = part(state, row)
+        torch.testing.assert_close(y, plain(row))
+
+
 def error_of(part: Partition, *args: Any) -> str:
     """Return the text of the error that a call raises."""
     with pytest.raises(fs.ShardingError) as caught:
