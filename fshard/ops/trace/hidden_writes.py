@@ -1,8 +1,8 @@
 """Writes that autograd does not see: under `no_grad`, or through `detach()`.
 
-Gradients pass by such a write as if it had not been, while a graph without writes has the gradients
-of the written values. `keep_gradients` therefore gives every detached tensor memory of its own, and
-repeats each write in all memories that eager PyTorch would change, with the gradients from before.
+Autograd ignores such a write, while a graph without writes has the gradients of the written values.
+`keep_gradients` therefore gives every detached tensor memory of its own, and repeats each write in
+all memories that eager PyTorch would change, with the gradients from before.
 """
 
 from __future__ import annotations
@@ -90,7 +90,10 @@ def keep_gradients(
 
 
 def _undo_detach(writers: Mapping[fx.Node, fx.Node]) -> None:
-    """Let an operation write what was detached for it alone; `writers` are those of operands."""
+    """Write operands in the place of their detached aliases that are of no other use.
+
+    `writers` are the operations that write each operand.
+    """
     for target, node in writers.items():
         base = base_of(target)
         if base is not None and has_no_gradient(target.target) and {*target.users} == {node}:
@@ -114,7 +117,7 @@ def _writes(node: fx.Node) -> list[fx.Node]:
 
 
 def _history(node: fx.Node) -> fx.Node:
-    """Return the node whose gradients a tensor has: what was detached, or the whole memory."""
+    """Return the node whose gradients a tensor has: a detached alias, or the root of its memory."""
     while (base := base_of(node)) is not None and not has_no_gradient(node.target):
         node = base
     return node
@@ -166,7 +169,7 @@ class _Memory:
                 self._repeat(node)
 
     def _copy(self, detached: fx.Node) -> None:
-        """Copy a detached tensor, in the place of which the copy is used."""
+        """Replace a detached tensor by a copy, with memory of its own."""
         with self.graph.inserting_after(detached):
             copy = self._call(_CLONE, detached, like=detached)
         detached.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
@@ -177,7 +180,7 @@ class _Memory:
         self.links.append((base, copy))
 
     def _repeat(self, node: fx.Node) -> None:
-        """Repeat in all memories what `node` writes in one of them."""
+        """Repeat the writes of `node` to some of the memories in all others."""
         changed = {root: None for x in _writes(node) if (root := aliases(x)[0]) in self.roots}
         hidden = [] if self.modes[node] else [*changed]
         with self._with_gradients(node, node):
@@ -187,10 +190,10 @@ class _Memory:
                 self._overwrite(root, old, root)
             links = [link for link in self.links if link[1] < node]
             while links:
-                links = [link for link in links if not self._is_repeated(*link, changed)]
+                links = [link for link in links if not self._synchronize(*link, changed)]
 
-    def _is_repeated(self, base: fx.Node, copy: fx.Node, changed: dict[fx.Node, None]) -> bool:
-        """Return True after one of two tensors has the values of the other, which has changed."""
+    def _synchronize(self, base: fx.Node, copy: fx.Node, changed: dict[fx.Node, None]) -> bool:
+        """Write the tensor of a link that has changed to the other; return False if none has."""
         root = aliases(base)[0]
         if root in changed and copy not in changed:
             self._overwrite(copy, copy, base)
