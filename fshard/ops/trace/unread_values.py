@@ -92,6 +92,7 @@ WITHOUT_READS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.corrcoef: corrcoef, IS_ALL_TRUE: unchecked,
     torch.nn.functional.gaussian_nll_loss: gaussian_nll_loss,
     torch.ctc_loss: ctc_loss, torch.nn.functional.ctc_loss: ctc_loss,
-    torch.where: where, torch.Tensor.where: lambda x, condition, y: where(condition, x, y),
+    torch.where: where,
+    torch.Tensor.where: lambda x, condition, other: where(condition, x, other),
 }  # fmt: skip
 """Replacements of functions of PyTorch that cannot be traced."""

@@ -204,7 +204,7 @@ def test_gradients_of_gaussian_nll_loss_pass_by_its_clamp(reduction: str) -> Non
 @pytest.mark.filterwarnings("ignore:where received a uint8 condition")
 def test_where_takes_conditions_of_bytes() -> None:
     def fn(x: Tensor, mask: Tensor) -> Tensor:
-        return torch.where(mask, x, 0.0) + x.where(1 - mask, x * 2)
+        return torch.where(mask, x, 0.0) + x.where(condition=1 - mask, other=x * 2)
 
     x, mask = torch.randn(4), torch.tensor([1, 0, 2, 0], dtype=torch.uint8)
     part = fs.partition(fn, mesh=MESH, in_specs=P("dp"))
