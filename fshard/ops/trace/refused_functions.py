@@ -12,7 +12,7 @@ from torch import nn
 
 from fshard._torch.fake_tensors import DataDependentOutputException, DynamicOutputShapeException
 from fshard._torch.module_state import conversions_by
-from fshard._util.errors import fail
+from fshard._util.errors import did_you_mean, fail
 from fshard._util.other_names import COLLECTIVES, NO_PROCESS_GROUP
 from fshard._util.text import one_line
 from fshard.ops.core.call import ValueDependentShapeError, sized_call
@@ -21,6 +21,8 @@ from fshard.run.transports.divergence_report import raise_line, user_line
 
 FOREIGN_RESULT = "argument of type: "
 """Beginning of the error of `torch.fx` for a result that a graph cannot have."""
+UNKNOWN_KEYWORD = "got an unexpected keyword argument '"
+"""Words of Python and PyTorch before the name of a keyword that a function does not have."""
 
 
 def refuse_function(where: str, error: Exception) -> NoReturn:
@@ -44,6 +46,12 @@ def refuse_function(where: str, error: Exception) -> NoReturn:
              "and uses after the transform has ended",
              "tensors that a backward or jvp uses must be arguments of apply",
              "F.apply(x, w), and ctx.save_for_backward(x, w) in setup_context")  # fmt: skip
+    elif isinstance(error, TypeError) and UNKNOWN_KEYWORD in cause:
+        name = cause.partition(UNKNOWN_KEYWORD)[2].partition("'")[0]
+        options = ("mode", "topology") if where.startswith("fs.apply") else ()
+        fail(place, cause, f"keywords must be {' and '.join(options)}, or those of the function"
+             if options else "keywords must be those of the function that is called",
+             did_you_mean(name, options, f"leave {name}= out"))  # fmt: skip
     elif _fails_in_forward_mode(error):
         fail(place, f"forward mode, as of hessian or jacfwd, within a vmap: {cause}",
              "nested transforms must be among those that PyTorch can trace",

@@ -374,6 +374,23 @@ def test_option_that_is_a_parameter_of_the_operation_points_to_on_pairs() -> Non
     torch.testing.assert_close(fs.unshard(result), F.pad(draw(*IMAGE), pads, mode="circular"))
 
 
+@pytest.mark.parametrize(
+    ("call", "keyword", "rule", "fix"),
+    [
+        (lambda x: apply(torch.neg, x, mod="auto"), "mod", "keywords must be mode and topology",
+         "did you mean 'mode'?"),
+        (lambda x: apply(torch.neg, x, dims=0), "dims", "or those of the function",
+         "leave dims= out"),
+        (lambda x: propagate(torch.neg, x.spec, mode="auto"), "mode",
+         "keywords must be those of the function that is called", "leave mode= out"),
+    ],
+)  # fmt: skip
+def test_unknown_keywords_are_named(call: Any, keyword: str, rule: str, fix: str) -> None:
+    text = error_text(lambda: call(pair_of(draw(8), ("x",))))
+    for part in (f"unexpected keyword argument '{keyword}'", rule, fix):
+        assert part in text
+
+
 def test_options_of_on_pairs_are_checked_at_once() -> None:
     assert error_text(lambda: fs.on_pairs(torch.neg, mode="implicit")).startswith("fs.on_pairs\n")
     assert "topology" in error_text(lambda: fs.on_pairs(torch.neg, topology="node"))  # type: ignore[arg-type]
