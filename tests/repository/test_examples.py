@@ -287,7 +287,7 @@ def test_sharded_unet_agrees_with_one_device(
 def test_layouts_of_state_agree_with_one_device(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, torchrun: bool
 ) -> None:
-    steps = 21 if name == "muon" else 11
+    steps = 21 if name == "muon" else 16
     assert load(ROOT / "examples" / f"{name}.py", monkeypatch).main(steps) == 0
     simulated = capsys.readouterr().out
     out = on_processes(name) if torchrun else simulated
