@@ -197,6 +197,36 @@ def test_states_that_modules_keep_are_returned() -> None:
         torch.testing.assert_close(y, plain(row))
 
 
+class Last(torch.nn.Module):
+    """Layer that keeps its input."""
+
+    input: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.input = x
+        return x * 2
+
+
+def test_arguments_that_are_kept_outside_are_refused() -> None:
+    seen: list[torch.Tensor] = []
+
+    def lists(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        seen.append(y)
+        return x * y
+
+    def forgets(x: torch.Tensor) -> torch.Tensor:
+        y = layer(x)
+        layer.input = None
+        return y
+
+    layer, x = Last(), torch.ones(2)
+    given = "given: argument {} is kept outside of the function"
+    assert given.format(0) in error_of(fs.partition(layer.forward, mesh=MESH), x)
+    assert given.format(1) in error_of(fs.partition(lists, mesh=MESH), x, 2 * x)
+    assert torch.equal(fs.partition(forgets, mesh=MESH)(x), 2 * x)
+    assert torch.equal(fs.partition(lambda x: (x, [x, x * 2])[1][0], mesh=MESH)(x), x)
+
+
 def error_of(part: Partition, *args: Any) -> str:
     """Return the text of the error that a call raises."""
     with pytest.raises(fs.ShardingError) as caught:

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import gc
 import operator
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
 from torch import fx
+from torch.overrides import TorchFunctionMode
 
 from fshard._torch.autograd_state import SET_GRAD_ENABLED
 from fshard._torch.fake_tensors import (
@@ -258,14 +261,17 @@ class ClosureGuard(DispatchMode):
         return out
 
     def check_leaks(self, arguments: Sequence[torch.Tensor], where: str) -> None:
-        """Raise `ShardingError` if a result still exists that is not one of the arguments."""
-        alive = self._alive(arguments)
-        if alive:
+        """Raise `ShardingError` if a result or an argument is kept outside of the function.
+
+        `arguments` must be the only container of the arguments.
+        """
+        kept = self._alive(arguments) or _kept(arguments)
+        if kept:
             gc.collect()  # reference cycles are not outside
-            alive = self._alive(arguments)
-        if not alive:
+            kept = self._alive(arguments) or _kept(arguments)
+        if not kept:
             return
-        fail(where, f"a result of {alive[0]} is kept outside of the function",
+        fail(where, f"{kept[0]} is kept outside of the function",
              "the function is traced once on tensors without values, which are of no use after it",
              "return it; a value that a module or a cache keeps is computed before, by a call on "
              "global tensors")  # fmt: skip
@@ -273,7 +279,22 @@ class ClosureGuard(DispatchMode):
     def _alive(self, arguments: Sequence[torch.Tensor]) -> list[str]:
         ids = {id(x) for x in arguments}
         results = ((ref(), name) for ref, name in self.results)
-        return [name for x, name in results if x is not None and id(x) not in ids]
+        return [f"a result of {name}" for x, name in results if x is not None and id(x) not in ids]
+
+
+def _kept(arguments: Sequence[torch.Tensor]) -> list[str]:
+    """Return the arguments that other objects than `arguments` refer to.
+
+    Frames end, and mapped regions enter the modes around them again, as that of `fs.random.keyed`.
+    """
+    counts = [sys.getrefcount(arguments[i]) for i in range(len(arguments))]
+    return [
+        f"argument {i}" for i, count in enumerate(counts)
+        if count > 2 and any(  # the container's reference and the one of the call above
+            x is not arguments and not isinstance(x, FrameType | TorchFunctionMode)
+            for x in gc.get_referrers(arguments[i])
+        )
+    ]  # fmt: skip
 
 
 def refuse_sparse(values: Any, name: str) -> None:

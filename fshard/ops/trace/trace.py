@@ -223,11 +223,7 @@ def _trace(
         fake_mode, _deeper(), without_fake_tensor_logs(), compiled_functions_inlined(),
         without_cudnn(), unpatched_modules(),
     ):  # fmt: skip
-        fakes = [torch.empty(meta.shape, dtype=meta.dtype, device=device)
-                 for meta, device in itertools.zip_longest(metas, devices)]  # fmt: skip
-        if not above:
-            for fake, tracks in zip(fakes, requires_grad, strict=False):
-                fake.requires_grad_(tracks)
+        fakes = _arguments(metas, devices, () if above else requires_grad)
         try:
             with ClosureGuard() as guard, SavedTensors() as saved:
                 graph: fx.GraphModule = make_fx(run, pre_dispatch=above)(*fakes, *symbols)
@@ -236,9 +232,8 @@ def _trace(
             if filled:
                 refuse_grads(f"backward() or an assignment fills .grad of argument {filled[0]}",
                              where)  # fmt: skip
-            for fake in fakes:
-                if not fake.is_leaf:  # a value with a graph was written, which keeps tensors
-                    fake.detach_()
+            for written_fake in [fake for fake in fakes if not fake.is_leaf]:
+                written_fake.detach_()  # a value with a graph was written, which keeps tensors
             if transform_level() is None:  # transforms keep the tensors that they wrap
                 guard.check_leaks(fakes, where)
             if any(map(writes, graph.graph.nodes)):
@@ -255,6 +250,16 @@ def _trace(
     return TracedFunction(graph, written, tracked if above else frozenset(),
                           symbolic.condition() if symbolic else None,
                           tuple(mode.closures))  # fmt: skip
+
+
+def _arguments(
+    metas: Sequence[Meta], devices: Sequence[torch.device], requires_grad: Sequence[bool]
+) -> list[torch.Tensor]:
+    """Return the tensors that a function is traced on, as the running mode creates them."""
+    return [
+        torch.empty(meta.shape, dtype=meta.dtype, device=device, requires_grad=bool(tracks))
+        for meta, device, tracks in itertools.zip_longest(metas, devices, requires_grad)
+    ]
 
 
 def _check_shapes(fakes: Sequence[torch.Tensor], metas: Sequence[Meta], where: str) -> None:
