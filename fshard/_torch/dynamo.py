@@ -143,7 +143,7 @@ def _while_loop(cond_fn: Function, body_fn: Function, carry: Tensors, others: Te
     while cond_fn(*carry, *others):
         tree = body_fn(*carry, *others)
         carry = tree_leaves(tree)
-    # Without an iteration only the body knows the tree of the flat tensors.
+    # Without an iteration only the body determines the tree of the flat tensors.
     return tree_unflatten(carry, tree_structure(tree or body_fn(*carry, *others)))
 
 

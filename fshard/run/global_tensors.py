@@ -436,7 +436,7 @@ def scatter(
     Args:
         tensor: the tensor on rank `src`; ignored on other ranks, which may pass None. In a
             simulation it is the tensor.
-        spec: the layout, or the mesh of `partition` where only rank `src` knows the shape.
+        spec: the layout, or the mesh of `partition` where only rank `src` has the shape.
         partition: the layout on the mesh; dims that it does not divide are chunked as
             `torch.chunk` does.
         src: the rank that holds the tensor, a rank of the spec's mesh.

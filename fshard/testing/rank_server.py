@@ -107,7 +107,7 @@ def rank_server() -> RankServer:
     """Return the server of this environment, whose variables count at the import of PyTorch."""
     environment = {key: x for key, x in os.environ.items() if key != "PYTEST_CURRENT_TEST"}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    # macOS ends forked processes that load a framework, as PyTorch's do, unless told not to.
+    # macOS ends forked processes that load a framework, as PyTorch's do, by default.
     environment |= {"OBJC_DISABLE_INITIALIZE_FORK_SAFETY": "YES"}
     for server in _SERVERS:
         if server.environment == environment and server.process.poll() is None:

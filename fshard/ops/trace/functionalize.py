@@ -287,10 +287,10 @@ def _kept(arguments: Sequence[torch.Tensor]) -> list[str]:
 
     Frames end, and mapped regions enter the modes around them again, as that of `fs.random.keyed`.
     """
-    counts = [sys.getrefcount(arguments[i]) for i in range(len(arguments))]
+    # By index: a variable of a loop would be a third reference, beside the container and the call.
     return [
-        f"argument {i}" for i, count in enumerate(counts)
-        if count > 2 and any(  # the container's reference and the one of the call above
+        f"argument {i}" for i in range(len(arguments))
+        if sys.getrefcount(arguments[i]) > 2 and any(
             x is not arguments and not isinstance(x, FrameType | TorchFunctionMode)
             for x in gc.get_referrers(arguments[i])
         )

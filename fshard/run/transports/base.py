@@ -403,7 +403,7 @@ _event = lru_cache(maxsize=CACHE_SIZE)(Event)  # logs look up equal events by th
 def notify_again(events: Mapping[str, Sequence[Event]], label: Label | None) -> None:
     """Call all observers for the events of the phase that runs, which are given by phases."""
     observers = _OBSERVERS_HERE.get()
-    for event in events["backward" if graph_task_id() != -1 else _PHASE.get()]:
+    for event in events[_current_phase()]:
         for observer in tuple(observers):
             observer(event, label)
 

@@ -110,6 +110,7 @@ def call_label(label: Label, frame: FrameType) -> Label:
     """Return a label with the user's line, found from `frame` outwards, and the running module."""
     if label.line:
         return label
+    # Logs call this for each collective: the first frame and the module are read without calls.
     code = frame.f_code
     if not _IS_USERS.get(code.co_filename):
         user = user_frame(frame)

@@ -97,7 +97,7 @@ class CommLog(TextAndHtml):
     def _record(self, event: Event, label: Label | None) -> None:
         if label is not None and not label.line:
             label = call_label(label, _outer_frame())
-        modules = MODULES.get()
+        modules = MODULES.get()  # as `current_module`, without a call for each collective
         module = modules[-1][1] if modules else ""
         key = id(event), id(label), module  # equal launches have one event and one label
         known = self._known.get(key)
