@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "DisableTorchFunction", "DispatchMode", "current_dispatch_mode", "disable_dispatch_modes",
-    "dispatch_modes", "function_modes", "has_dispatch_modes", "is_dispatching_subclass",
+    "dispatch_modes", "function_modes", "is_dispatching_subclass", "num_dispatch_modes",
     "pop_dispatch_mode", "pop_function_mode",
     "push_dispatch_mode", "pushed_function_modes", "replaced_function_modes",
     "without_dispatch_modes",
@@ -46,11 +46,8 @@ dispatch_modes: Callable[[], list[Any]] = _python_dispatch._get_current_dispatch
 """Return the dispatch modes of this thread, outermost first."""
 
 
-def has_dispatch_modes() -> bool:
-    """Return True if this thread has a dispatch mode."""
-    return bool(torch._C._len_torch_dispatch_stack())
-
-
+num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""Return the number of dispatch modes of this thread."""
 current_dispatch_mode: Callable[[], Any] = _python_dispatch._get_current_dispatch_mode
 push_dispatch_mode: Callable[[Any], None] = _python_dispatch._push_mode
 pop_dispatch_mode: Callable[[], Any] = _python_dispatch._pop_mode

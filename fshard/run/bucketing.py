@@ -25,7 +25,8 @@ from fshard.program.cost.traffic import step_axes
 from fshard.program.program import Program, wire_specs
 from fshard.run.collective import Wire, launch_wire, unchanged
 from fshard.run.interpreter import LocalFunction, stages
-from fshard.run.transports.base import Group, Parts, Transport, notify
+from fshard.run.transports.base import Group, Parts, Transport
+from fshard.run.transports.observed_calls import notify
 from fshard.run.transports.shape_only import ShapeTransport
 
 Locals = list[torch.Tensor]

@@ -25,7 +25,7 @@ from fshard._torch.process_groups import call_below_autograd, resolve_group
 from fshard._util.cache import BoundedDict
 from fshard._util.errors import ShardingError
 from fshard.layout.tree import tensors_in
-from fshard.run.transports.base import LABEL, Event, Label, observe_only
+from fshard.run.transports.base import LABEL, Event, Label, ObservedCall, observe_only
 from fshard.run.transports.divergence_report import lost
 from fshard.run.transports.reduce_dtypes import TensorFunction
 from fshard.run.transports.shape_only import meta_as_real
@@ -355,11 +355,10 @@ def record(
     Returns:
         The recording; None for a function that writes its argument or reads values of new tensors.
     """
-    recorder, events = _Recorder(), list[tuple[Event, Label | None]]()
-    observer = lambda *reported: events.append(reported)  # noqa: E731
+    recorder, calls = _Recorder(), list[ObservedCall]()
     token = LABEL.set(label)
     try:
-        with torch.no_grad(), observe_only(observer), meta_as_real(), recorder:
+        with torch.no_grad(), observe_only(calls.append), meta_as_real(), recorder:
             y = function(like)
     finally:
         LABEL.reset(token)
@@ -376,9 +375,9 @@ def record(
         is_linear=all(op.is_linear for op in needed),
         is_identity=not needed and y.shape == like.shape,
         out=torch.empty(y.shape, dtype=y.dtype, device="meta"),
-        label=next((item for _, item in events), label),
+        label=next((call.label for call in calls), label),
         events={
-            phase: tuple(event._replace(phase=phase) for event, _ in events)
+            phase: tuple(event._replace(phase=phase) for call in calls for event in call.events)
             for phase in ("forward", "backward")
         },
     )

@@ -43,7 +43,8 @@ from fshard.program.steps import (
     Step,
 )
 from fshard.run.packing import Combine, Source, arrives_in_order, packer, unpacker
-from fshard.run.transports.base import Finish, Group, Parts, Transport, notify
+from fshard.run.transports.base import Finish, Group, Parts, Transport
+from fshard.run.transports.observed_calls import notify
 from fshard.run.transports.reduce_dtypes import TensorFunction, over
 
 UNCHANGED = Combine()

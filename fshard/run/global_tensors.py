@@ -36,9 +36,9 @@ from fshard.run.transports.base import (
     backward_phase,
     current_transport,
     labelled,
-    notify,
     warn_alone,
 )
+from fshard.run.transports.observed_calls import notify
 from fshard.run.transports.reduce_dtypes import neutral_like, over
 
 T = TypeVar("T")

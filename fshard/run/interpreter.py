@@ -40,7 +40,8 @@ from fshard.program.steps import (
 )
 from fshard.run.collective import Wire, exchange, launch_wire, unchanged, wire_of
 from fshard.run.halo import halo
-from fshard.run.transports.base import Finish, Group, Label, Transport, notify
+from fshard.run.transports.base import Finish, Group, Label, Transport
+from fshard.run.transports.observed_calls import notify
 from fshard.run.transports.reduce_dtypes import TensorFunction, as_dtype, neutral_like, over, times
 from fshard.run.transports.simulator import own_result, results_of
 

@@ -131,7 +131,7 @@ def test_forward_dtype_between_meshes() -> None:
     step = Exchange(P("a"), mesh=Mesh({"a": 3}, devices=(2, 3, 4)))
     prog = Program(src, (step,), forward_dtype=torch.bfloat16)
     events: list[Event] = []
-    with observe(lambda event, _: events.append(event)):
+    with observe(lambda call: events.extend(call.events)):
         out = prog((torch.arange(3.0), torch.arange(3.0, 6)))
     assert [x.tolist() for x in out] == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]
     assert sum(event.nbytes for event in events) == 6 * 2
@@ -141,7 +141,7 @@ def test_only_senders_and_receivers_take_part() -> None:
     src = Spec(Mesh(x=4), P(), shape=(6, 2))
     dst = Spec(Mesh({"a": 2}, devices=(3, 7)), P("a"), shape=(6, 2))
     events: list[Event] = []
-    with observe(lambda event, _: events.append(event)):
+    with observe(lambda call: events.extend(call.events)):
         exchange(src, dst)(tuple(torch.ones(6, 2) for _ in range(4)))
     sender, receiver = sorted(events, key=lambda event: event.rank)
     assert (sender.op, sender.axes, sender.nbytes) == ("exchange", (), 24)
@@ -162,7 +162,7 @@ def test_nothing_is_launched_if_every_rank_has_its_elements() -> None:
     mesh = Mesh(x=2, y=2)
     src = Spec(mesh, P("x"), shape=(4, 6), dtype=torch.float64)
     events: list[Event] = []
-    with observe(lambda event, _: events.append(event)):
+    with observe(lambda call: events.extend(call.events)):
         assert_moves(Program(src, (Exchange(P("x", "y")),)))
     assert all(event.phase == "backward" for event in events)
 

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 from fshard.program.cost.traffic import step_axes, traffic
-from fshard.run.transports.base import Event, notify, observe, unobserved
+from fshard.run.transports.base import Event, ObservedCall, observe, unobserved
+from fshard.run.transports.observed_calls import notify
 from fshard.show.comm.phase import FIELDS
 from fshard.show.table import Table
 from tests.helpers.spec_grid import random_global
@@ -186,7 +187,7 @@ def test_unobserved_affects_its_own_thread_only() -> None:
     thread = threading.Thread(target=run_unobserved)
     late: list[Event] = []
     with fs.comm_log() as log:
-        with observe(lambda event, _: late.append(event)):
+        with observe(lambda call: late.extend(call.events)):
             thread.start()
             started.wait()
             notify("b", ("x",), 2, 0)
@@ -202,7 +203,7 @@ def example() -> fs.CommLog:
         for axes, nbytes, phase in (
             (("tp",), 1234, "forward"), (("tp",), 1234, "backward"), (("dp", "tp"), 0, "backward"),
         ):  # fmt: skip
-            log._record(Event("all_reduce", axes, nbytes, 0, phase, torch.float32), None)
+            log._record(ObservedCall((Event("all_reduce", axes, nbytes, 0, phase, torch.float32),)))
     return log
 
 
@@ -226,8 +227,8 @@ def test_log_prints_as_a_table() -> None:
 def test_table_notes_if_rows_do_not_add_up() -> None:
     with fs.comm_log() as log:
         for rank, (forward, backward) in enumerate([(48, 0), (0, 72)]):
-            log._record(Event("exchange", (), forward, rank, "forward"), None)
-            log._record(Event("exchange", (), backward, rank, "backward"), None)
+            log._record(ObservedCall((Event("exchange", (), forward, rank, "forward"),)))
+            log._record(ObservedCall((Event("exchange", (), backward, rank, "backward"),)))
     assert str(log) == "\n".join(
         [
             "2 collectives, 72 B sent by the busiest rank",

@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Generator, Sequence
-from types import FrameType
 from typing import Any
 
 import torch
 
 from fshard._torch.legacy_vmap import is_legacy_batched
 from fshard._torch.memory import materialized
-from fshard._torch.modes import has_dispatch_modes
+from fshard._torch.modes import num_dispatch_modes
 from fshard.run.capture import Recording
 from fshard.run.transports.base import (
-    LABEL,
+    OBSERVERS,
     Label,
+    ObservedCall,
     backward_phase,
     direct_transport,
-    is_observed,
     labelled,
-    notify_again,
 )
-from fshard.run.transports.divergence_report import backward_label, call_label
+from fshard.run.transports.observed_calls import (
+    notify_call,
+    notify_transposed,
+    transposed_label,
+)
 
-Labels = Sequence[Label | None] | None
-"""Labels of calls that are observed, or None."""
+Calls = list[ObservedCall] | None
+"""What observers were told of each recording, None if there is no observer."""
 
 
 def replay(recordings: Sequence[Recording], xs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -34,39 +36,27 @@ def replay(recordings: Sequence[Recording], xs: Sequence[torch.Tensor]) -> Seque
     Collectives of all are under way together, forward and backward. They are launched in the order
     in which those of single functions are, backward in the reverse one.
     """
-    # The caller is fshard's; a frame object of it would cost a microsecond.
-    labels = _observed(recordings, sys._getframe(2)) if is_observed() else None
+    calls = None
+    if OBSERVERS.get():
+        frame = sys._getframe(2)  # the caller is fshard's, and its frame object costs a microsecond
+        calls = []
+        for recording in recordings:  # a comprehension over `frame` would cost three
+            calls.append(notify_call(recording, frame))
     if torch.is_grad_enabled() and any([x.requires_grad for x in xs]):  # noqa: C419 - one frame
-        results: Sequence[torch.Tensor] = _Replay.apply(recordings, labels, *xs)  # type: ignore[no-untyped-call]
+        results: Sequence[torch.Tensor] = _Replay.apply(recordings, calls, *xs)  # type: ignore[no-untyped-call]
         return results
-    return _run_together(recordings, labels, xs)
-
-
-def _observed(recordings: Sequence[Recording], frame: FrameType) -> Sequence[Label | None]:
-    """Report recordings to observers; return the label of each, by default that of the call.
-
-    The user's line is searched from `frame` outwards.
-    """
-    running = LABEL.get()
-    labels: list[Label | None] = []
-    for recording in recordings:  # a comprehension over `frame` costs three microseconds
-        label = running or recording.label
-        if label is not None:
-            label = call_label(label, frame)
-        notify_again(recording.events, label)
-        labels.append(label)
-    return labels
+    return _run_together(recordings, calls, xs)
 
 
 def _run_together(
-    recordings: Sequence[Recording], labels: Labels, xs: Sequence[torch.Tensor]
+    recordings: Sequence[Recording], calls: Calls, xs: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
-    is_labelled = labels is not None and has_dispatch_modes()
+    is_labelled = calls is not None and num_dispatch_modes() > 0
     if len(xs) == 1 and not is_labelled:
         return (recordings[0].run(xs[0]),)
     running = [r.start(x) for r, x in zip(recordings, xs, strict=True)]
-    if labels is not None and is_labelled:
-        running = list(map(_labelled, labels, running))
+    if calls is not None and is_labelled:
+        running = [_labelled(call.label, start) for call, start in zip(calls, running, strict=True)]
     for start in running:
         next(start)
     return tuple(map(_finished, running))
@@ -88,12 +78,12 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, recordings: Sequence[Recording], labels: Labels, *xs: torch.Tensor
+        ctx: Any, recordings: Sequence[Recording], calls: Calls, *xs: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.recordings = recordings
-        ctx.labels = labels and [label and backward_label(label) for label in labels]
+        ctx.calls = calls
         ctx.set_materialize_grads(False)
-        ys = _run_together(recordings, labels, xs)
+        ys = _run_together(recordings, calls, xs)
         ctx.mark_non_differentiable(
             *[y for x, y in zip(xs, ys, strict=True) if not x.requires_grad]
         )
@@ -101,11 +91,11 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        labels = ctx.labels or [None] * len(grads)
+        calls = ctx.calls or [None] * len(grads)
         running = [
-            None if grad is None else _transposed(recording, grad, label)
-            for recording, grad, label in zip(
-                reversed(ctx.recordings), reversed(grads), reversed(labels), strict=True
+            None if grad is None else _transposed(recording, grad, call)
+            for recording, grad, call in zip(
+                reversed(ctx.recordings), reversed(grads), reversed(calls), strict=True
             )
         ]
         results = [None if start is None else _finished(start) for start in running]
@@ -113,24 +103,27 @@ class _Replay(torch.autograd.Function):
 
 
 def _transposed(
-    recording: Recording, grad: torch.Tensor, label: Label | None
+    recording: Recording, grad: torch.Tensor, call: ObservedCall | None
 ) -> torch.Tensor | Generator[None, None, torch.Tensor]:
-    """Return the transpose of a cotangent, or a generator that has it under way."""
+    """Return the transpose of a cotangent, or a generator that has it under way.
+
+    `call` is what observers were told of the recording.
+    """
     transposed = recording.T
     plain = type(grad) is torch.Tensor and not is_legacy_batched(grad)
     if direct_transport() is None or not plain:
-        with backward_phase(label):
+        with backward_phase(transposed_label(call)):
             return transposed.function(grad)
     if not transposed.is_identity:
         grad = materialized(grad)  # as when it was recorded
     if torch.is_grad_enabled() and grad.requires_grad:
-        with backward_phase(label):
+        with backward_phase(transposed_label(call)):
             return replay((transposed,), (grad,))[0]
     running = transposed.start(grad)
-    if is_observed():
-        notify_again(transposed.events, label or transposed.label)
-        if has_dispatch_modes():
-            running = _labelled(label or transposed.label, running)
+    if OBSERVERS.get():
+        observed = notify_transposed(transposed, call)
+        if num_dispatch_modes():
+            running = _labelled(observed.label, running)
     next(running)
     return running
 

@@ -20,7 +20,8 @@ from fshard._torch.symbolic_numbers import has_symbolic_sizes
 from fshard.program.program import Program
 from fshard.run.collective import Wire
 from fshard.run.interpreter import stages
-from fshard.run.transports.base import Finish, Transport, notify, stacked
+from fshard.run.transports.base import Finish, Transport, stacked
+from fshard.run.transports.observed_calls import notify
 
 Sizes = Sequence[int]
 """Sizes of dims, integers or symbols."""

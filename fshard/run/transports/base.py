@@ -10,16 +10,17 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
+from types import CodeType
 from typing import NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
 
-from fshard._torch.autograd_state import graph_task_id, is_profiling
+from fshard._torch.autograd_state import is_profiling
 from fshard._torch.fake_tensors import is_recording_below_autograd
 from fshard._torch.process_groups import default_group
 from fshard._util.cache import CACHE_SIZE
@@ -327,17 +328,38 @@ class Event(NamedTuple):
     dtype: torch.dtype | None = None
 
 
-Observer = Callable[[Event, "Label | None"], None]
-"""Function of an event and the label of the call that launches it, None for one without."""
+@dataclass(slots=True, eq=False)
+class ObservedCall:
+    """Collectives of one call, as observers see them; calls that are equal are one object.
+
+    Attributes:
+        events: the collectives, all of one phase.
+        label: the label of the call, None for one without.
+        line: `file:line` of the call, "" if no frame is the user's.
+        module: the path of the module whose forward made the call, "" if nothing records it.
+        code: the user's code that made the call, if it is a key of the call.
+        transposed: the same of the call's gradient, once that was observed.
+    """
+
+    events: tuple[Event, ...]
+    label: Label | None = None
+    line: str = ""
+    module: str = ""
+    code: CodeType | None = None
+    transposed: ObservedCall | None = None
+
+
+Observer = Callable[[ObservedCall], None]
 _OBSERVERS: list[Observer] = []
-_OBSERVERS_HERE: ContextVar[Sequence[Observer]] = ContextVar("fshard_observers", default=_OBSERVERS)
+OBSERVERS: ContextVar[Sequence[Observer]] = ContextVar("fshard_observers", default=_OBSERVERS)
 """Observers of this thread's collectives, by default those of all."""
-_PHASE: ContextVar[str] = ContextVar("fshard_phase", default="forward")
+PHASE: ContextVar[str] = ContextVar("fshard_phase", default="forward")
+"""Phase of this thread's collectives, outside of autograd's backward pass."""
 
 
 @contextmanager
 def observe(observer: Observer) -> Iterator[None]:
-    """Call `observer` for every collective in the block."""
+    """Call `observer` for the collectives of every call in the block."""
     _OBSERVERS.append(observer)
     try:
         yield
@@ -348,11 +370,11 @@ def observe(observer: Observer) -> Iterator[None]:
 @contextmanager
 def observe_only(*observers: Observer) -> Iterator[None]:
     """Call these observers and no others for collectives of this thread in the block."""
-    token = _OBSERVERS_HERE.set(observers)
+    token = OBSERVERS.set(observers)
     try:
         yield
     finally:
-        _OBSERVERS_HERE.reset(token)
+        OBSERVERS.reset(token)
 
 
 def unobserved() -> AbstractContextManager[None]:
@@ -372,42 +394,15 @@ class backward_phase:  # noqa: N801 - a context manager; as a generator it would
         label, checked = self.label, CHECKED.get()
         if label is not None and label.checked:
             checked = label.checked
-        self.tokens = _PHASE.set("backward"), LABEL.set(label), CHECKED.set(checked)
+        self.tokens = PHASE.set("backward"), LABEL.set(label), CHECKED.set(checked)
 
     def __exit__(self, *_: object) -> None:
         phase, label, checked = self.tokens
-        _PHASE.reset(phase)
+        PHASE.reset(phase)
         LABEL.reset(label)
         CHECKED.reset(checked)
 
 
 def is_observed() -> bool:
     """Return True if an observer is called for collectives of this thread."""
-    return bool(_OBSERVERS_HERE.get())
-
-
-def notify(
-    op: str, axes: tuple[str, ...], nbytes: int, rank: int, dtype: torch.dtype | None = None
-) -> None:  # fmt: skip
-    """Call all observers for one collective."""
-    observers = _OBSERVERS_HERE.get()
-    if observers:
-        event, label = _event(op, axes, nbytes, rank, _current_phase(), dtype), LABEL.get()
-        for observer in tuple(observers):
-            observer(event, label)
-
-
-_event = lru_cache(maxsize=CACHE_SIZE)(Event)  # logs look up equal events by their identity
-
-
-def notify_again(events: Mapping[str, Sequence[Event]], label: Label | None) -> None:
-    """Call all observers for the events of the phase that runs, which are given by phases."""
-    observers = _OBSERVERS_HERE.get()
-    for event in events[_current_phase()]:
-        for observer in tuple(observers):
-            observer(event, label)
-
-
-def _current_phase() -> str:
-    # A checkpoint recomputes forward collectives in the backward pass: they count there too.
-    return "backward" if graph_task_id() != -1 else _PHASE.get()
+    return bool(OBSERVERS.get())

@@ -14,7 +14,8 @@ from fshard._torch.modes import DispatchMode, is_dispatching_subclass
 from fshard._torch.operators import schema_of
 from fshard._torch.process_groups import resolve_group
 from fshard.program.cost.traffic import all_gather_traffic, all_reduce_traffic, all_to_all_traffic
-from fshard.run.transports.base import LABEL, notify
+from fshard.run.transports.base import LABEL
+from fshard.run.transports.observed_calls import notify
 
 NAMESPACES = {"_c10d_functional", "c10d", "_dtensor"}
 OPERATIONS = {

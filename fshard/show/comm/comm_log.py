@@ -4,30 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn, Self
 
-from fshard._util.cache import BoundedDict
+from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import did_you_mean, fail
 from fshard._util.text import bytes_text, plural
-from fshard.run.transports.base import MODULES, Event, Label, observe
-from fshard.run.transports.divergence_report import call_label
+from fshard.run.transports.base import ObservedCall, observe
 from fshard.run.transports.raw_collectives import observed_raw_collectives
 from fshard.show.comm.expected_counts import Counts, compare_counts
 from fshard.show.comm.origin import origin_of, tracked_modules
 from fshard.show.comm.phase import FIELDS, Key, Phase
 from fshard.show.table import Column, Table, TextAndHtml
-
-LIBRARY_DEPTH = 7
-"""Number of frames from `CommLog._record` outwards, itself included, that are fshard's in a call.
-
-Frame objects of them would cost half a microsecond each.
-"""
 
 FIGURES = (
     Column("forward", right=True), Column("bytes", right=True), Column("backward", right=True),
@@ -36,14 +27,6 @@ FIGURES = (
 """Columns after those of the fields."""
 
 TOTAL_NOTE = "each figure is the busiest rank's, so rows need not add up to the total"
-
-
-def _outer_frame() -> FrameType:
-    """Return the frame at `LIBRARY_DEPTH` from the caller, or the innermost of fewer frames."""
-    try:
-        return sys._getframe(LIBRARY_DEPTH + 1)
-    except ValueError:  # in a thread of PyTorch's
-        return sys._getframe()
 
 
 class CommLog(TextAndHtml):
@@ -64,15 +47,14 @@ class CommLog(TextAndHtml):
     (1, 8)
     """
 
-    __slots__ = ("_blocks", "_known", "_raw", "backward", "forward")
+    __slots__ = ("_blocks", "_calls", "_limit", "_raw", "backward", "forward")
 
     def __init__(self, *, raw: bool = False) -> None:
         self._raw, self._blocks = raw, list[ExitStack]()
-        self._known: BoundedDict[Any, tuple[list[int], Event, Label]] = BoundedDict()
 
     def __enter__(self) -> Self:
-        self.forward, self.backward = Phase(), Phase()
-        self._known.clear()
+        self._calls, self._limit = dict[ObservedCall, int](), CACHE_SIZE
+        self.forward, self.backward = Phase(self._calls, "forward"), Phase(self._calls, "backward")
         stack = ExitStack()
         self._blocks.append(stack)
         stack.enter_context(observe(self._record))
@@ -85,36 +67,38 @@ class CommLog(TextAndHtml):
         self._blocks.pop().close()
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name in ("forward", "backward"):
+        if name in ("forward", "backward", "_calls"):
             fail(
                 "fs.comm_log()",
-                f"{name} counts of a log without a block",
+                "counts of a log without a block",
                 "a log must be of the collectives of a `with` block",
                 "with fs.comm_log() as log: ..., then log.counts",
             )
         raise AttributeError(f"CommLog has no attribute {name!r}", name=name, obj=self)
 
-    def _record(self, event: Event, label: Label | None) -> None:
-        if label is not None and not label.line:
-            label = call_label(label, _outer_frame())
-        modules = MODULES.get()  # as `current_module`, without a call for each collective
-        module = modules[-1][1] if modules else ""
-        key = id(event), id(label), module  # equal launches have one event and one label
-        known = self._known.get(key)
-        if known is None:
-            phase = self.backward if event.phase == "backward" else self.forward
-            figures = phase.figures(event, origin_of(label, sys._getframe(1)))
-            if label is not None:  # without one the line may be another the next time
-                self._known[key] = figures, event, label
-        else:
-            figures = known[0]
-        figures[0] += 1
-        figures[1] += event.nbytes
+    def _record(self, call: ObservedCall) -> None:
+        try:
+            self._calls[call] += 1
+        except KeyError:
+            if len(self._calls) >= self._limit:
+                self._merge()
+            self._calls[call] = 1
+
+    def _merge(self) -> None:
+        """Count equal calls as one: they are several objects where a cache has removed some."""
+        equal: dict[Any, tuple[ObservedCall, int]] = {}
+        for call, n in self._calls.items():
+            key = call.events, origin_of(call)
+            first, count = equal.get(key, (call, 0))
+            equal[key] = first, count + n
+        self._calls.clear()
+        self._calls.update(equal.values())
+        self._limit = 2 * len(self._calls) + CACHE_SIZE
 
     @property
     def _all(self) -> Phase:
         """The launches of both phases."""
-        return self.forward + self.backward
+        return Phase(self._calls, "forward", "backward")
 
     @property
     def counts(self) -> Counter[Key]:

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from contextlib import ExitStack
 
 from fshard._util.errors import did_you_mean, fail
 from fshard._util.text import bytes_text
-from fshard.run.transports.base import Event, Label, observe
+from fshard.run.transports.base import ObservedCall, observe
 from fshard.show.comm.origin import origin_of
 
 LOGS = ("plan", "comm")
@@ -40,13 +39,14 @@ def configure_logs(variable: str) -> None:
         _OBSERVED.enter_context(observe(_log))
 
 
-def _log(event: Event, label: Label | None) -> None:
-    origin = origin_of(label, sys._getframe(1))
-    COMM_LOGGER.debug(
-        "rank %s: %s over %s, %s sent, %s, %s at %s", event.rank, event.op,
-        ", ".join(event.axes) or "(between meshes)", bytes_text(event.nbytes), event.phase,
-        origin.call, origin.line,
-    )  # fmt: skip
+def _log(call: ObservedCall) -> None:
+    origin = origin_of(call)
+    for event in call.events:
+        COMM_LOGGER.debug(
+            "rank %s: %s over %s, %s sent, %s, %s at %s", event.rank, event.op,
+            ", ".join(event.axes) or "(between meshes)", bytes_text(event.nbytes), event.phase,
+            origin.call, origin.line,
+        )  # fmt: skip
 
 
 if "FSHARD_LOGS" in os.environ:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import weakref
 from contextlib import AbstractContextManager
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 
 from fshard._torch.module_state import hook_forwards
 from fshard.layout.spec import Spec
-from fshard.run.transports.base import MODULES, Label, current_module
-from fshard.run.transports.divergence_report import call_label, line_of
+from fshard.run.transports.base import MODULES, ObservedCall
 
 _NAMES: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
 """Names of the submodules of modules, by their ids."""
@@ -38,17 +36,13 @@ class Origin(NamedTuple):
         return " -> ".join(map(str, self.ends))
 
 
-def origin_of(label: Label | None, frame: FrameType) -> Origin:
-    """Return the origin of the collective that is launched in this thread by a call.
-
-    In a backward pass the module is that of the forward call. The user's line is searched from
-    `frame` outwards.
-    """
-    if label is None:
-        return Origin("", "", (), current_module(), line_of(frame))
-    label = call_label(label, frame)
-    module = current_module() or label.module
-    return Origin(label.name, label.arguments, label.ends, module, label.line)
+def origin_of(call: ObservedCall) -> Origin:
+    """Return the origin of an observed call; backward the line and module are the forward's."""
+    label = call.label
+    name, arguments, ends = (
+        ("", "", ()) if label is None else (label.name, label.arguments, label.ends)
+    )
+    return Origin(name, arguments, ends, call.module, call.line)
 
 
 def tracked_modules() -> AbstractContextManager[None]:

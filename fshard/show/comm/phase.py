@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from fshard.run.transports.base import Event
-from fshard.show.comm.origin import Origin
+from fshard.run.transports.base import ObservedCall
+from fshard.show.comm.origin import Origin, origin_of
 
 Key = tuple[str, str | tuple[str, ...]]
 """An operation and its axis, or a tuple of several axes: `("all_reduce", "tp")`."""
@@ -54,28 +54,26 @@ class LoggedLaunch(NamedTuple):
 class Phase:
     """Launches and bytes of one phase, per operation and axes, of the busiest rank.
 
-    Operations that did not run count 0.
+    Operations that did not run count 0. It reads the calls that a log counts, also later ones.
     """
 
-    __slots__ = ("_ranks",)
+    __slots__ = ("_calls", "_phases")
 
-    def __init__(self) -> None:
-        self._ranks: defaultdict[int, dict[LoggedLaunch, list[int]]] = defaultdict(dict)
+    def __init__(self, calls: Mapping[ObservedCall, int], *phases: str) -> None:
+        self._calls, self._phases = calls, phases
 
-    def __add__(self, other: Phase) -> Phase:
-        total = Phase()
-        for phase in (self, other):
-            for rank, launches in phase._ranks.items():
-                for launch, (count, nbytes) in launches.items():
-                    figures = total._ranks[rank].setdefault(launch, [0, 0])
-                    figures[0] += count
-                    figures[1] += nbytes
-        return total
-
-    def figures(self, event: Event, origin: Origin) -> list[int]:
-        """Return the number of launches like `event` and their bytes, a list to add to."""
-        launch = LoggedLaunch(event.op, event.axes, event.dtype, origin)
-        return self._ranks[event.rank].setdefault(launch, [0, 0])
+    def _ranks(self) -> dict[int, dict[LoggedLaunch, list[int]]]:
+        """Return the number and the bytes of equal launches, by rank."""
+        ranks: defaultdict[int, dict[LoggedLaunch, list[int]]] = defaultdict(dict)
+        for call, n in dict(self._calls).items():
+            origin = origin_of(call)
+            for event in call.events:
+                if event.phase in self._phases:
+                    launch = LoggedLaunch(event.op, event.axes, event.dtype, origin)
+                    figures = ranks[event.rank].setdefault(launch, [0, 0])
+                    figures[0] += n
+                    figures[1] += n * event.nbytes
+        return ranks
 
     @property
     def counts(self) -> Counter[Key]:
@@ -91,9 +89,10 @@ class Phase:
         """Return the launches, or with `which=1` the bytes, of the busiest rank by fields."""
         most: Counter[tuple[Any, ...]] = Counter()
         keys: dict[tuple[Any, ...], None] = {}
-        for rank in sorted(self._ranks):
+        ranks = self._ranks()
+        for rank in sorted(ranks):
             own: Counter[tuple[Any, ...]] = Counter()
-            for launch, figures in self._ranks[rank].items():
+            for launch, figures in ranks[rank].items():
                 key = tuple([getattr(launch, field) for field in fields])
                 keys[key] = None
                 own[key] += figures[which]
@@ -104,7 +103,7 @@ class Phase:
     @property
     def total_bytes(self) -> int:
         """Bytes that the busiest rank sent."""
-        sums = [sum(n for _, n in launches.values()) for launches in self._ranks.values()]
+        sums = [sum(n for _, n in launches.values()) for launches in self._ranks().values()]
         return max(sums, default=0)
 
 

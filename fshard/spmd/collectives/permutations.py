@@ -18,7 +18,8 @@ from fshard.layout.mesh import Axes, Mesh, as_axes
 from fshard.layout.validation import as_ints
 from fshard.run.autograd.linear_function import FinishAll, Tensors
 from fshard.run.packing import concat_flat, nbytes_of, split_flat
-from fshard.run.transports.base import Transport, notify
+from fshard.run.transports.base import Transport
+from fshard.run.transports.observed_calls import notify
 from fshard.spmd.axis_env import resolve_axes
 from fshard.spmd.collectives.collective_plan import (
     CollectivePlan,

@@ -15,7 +15,8 @@ from fshard.layout.mesh import Axes, Mesh, as_axes
 from fshard.layout.tree import flatten
 from fshard.layout.validation import as_ints
 from fshard.run.autograd.linear_function import FinishAll, Tensors, apply_linear
-from fshard.run.transports.base import Label, Transport, current_rank, labelled, notify
+from fshard.run.transports.base import Label, Transport, current_rank, labelled
+from fshard.run.transports.observed_calls import notify
 from fshard.run.transports.shape_only import in_graph, is_abstract
 from fshard.spmd.axis_env import current_tracker
 from fshard.spmd.collectives.axis_index_groups import Groups, resolve_groups

@@ -355,7 +355,7 @@ def observed_on_one_rank() -> list[Any]:
     for _ in range(4):
         x = torch.arange(4.0, requires_grad=True)
         if dist.get_rank() == 0:
-            with observe(lambda event, _: events.append(event)):
+            with observe(lambda call: events.extend(call.events)):
                 grads.append(torch.autograd.grad(mapped(x, *ws), (x, *ws)))
         else:
             grads.append(torch.autograd.grad(mapped(x, *ws), (x, *ws)))

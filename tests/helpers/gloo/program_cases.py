@@ -61,7 +61,7 @@ def run_case(case: Case, places: Sequence[int], simulated: bool) -> tuple[list[T
     def run(prog: Program, each: Sequence[torch.Tensor]) -> Tensors:
         return prog(tuple(each)) if simulated else (prog(each[0]),)
 
-    with observe(lambda event, _: events.append(event)):
+    with observe(lambda call: events.extend(call.events)):
         ys = run(case.prog, xs)
         results = [tuple(y.detach() for y in ys)]
         if case.orders:

@@ -176,7 +176,7 @@ def launch_order(mesh: Mesh, remat: Any = "gathers") -> list[tuple[str, str]]:
         part, pairs, x = call_on_pairs(mesh, P(axes), P(axes), remat, loss)
         leaves = [*locals_in(pair for p in pairs for pair in p.values())]
         events: list[Event] = []
-        with observe(lambda event, _: events.append(event)):
+        with observe(lambda call: events.extend(call.events)):
             total = sum(locals_in([part(pairs, x)]))
             assert isinstance(total, Tensor)
             torch.autograd.grad(total, leaves)

@@ -1,0 +1,149 @@
+"""Reports of collectives to observers, with the user's line of the call that launches them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from types import CodeType, FrameType
+from typing import Protocol
+
+import torch
+
+from fshard._torch.autograd_state import graph_task_id
+from fshard._util.cache import CACHE_SIZE, BoundedDict
+from fshard.run.transports.base import (
+    LABEL,
+    MODULES,
+    OBSERVERS,
+    PHASE,
+    Event,
+    Label,
+    ObservedCall,
+)
+from fshard.run.transports.divergence_report import (
+    backward_label,
+    position_text,
+    user_frame,
+)
+
+LIBRARY_DEPTH = 6
+"""Number of frames from `notify` outwards, itself included, that are fshard's in a call.
+
+Frame objects of them would cost half a microsecond each.
+"""
+
+_CALLS: BoundedDict[Hashable, ObservedCall] = BoundedDict()
+"""By launch, the user's code and instruction in it, label, module and phase.
+
+Codes and labels are keys by their ids, since their hashes would take a microsecond; calls keep them
+alive.
+"""
+
+
+class Launch(Protocol):
+    """Collectives that are launched together; launches are equal if they are the same object.
+
+    Attributes:
+        events: the collectives, by the phase in which they run.
+        label: the label of the call, if none is set while they run.
+    """
+
+    events: dict[str, tuple[Event, ...]]
+    label: Label | None
+
+
+@dataclass(slots=True, eq=False)
+class _SingleLaunch:
+    """Launch of one collective."""
+
+    events: dict[str, tuple[Event, ...]]
+    label: Label | None = None
+
+
+def notify(
+    op: str, axes: tuple[str, ...], nbytes: int, rank: int, dtype: torch.dtype | None = None
+) -> None:  # fmt: skip
+    """Call all observers for one collective."""
+    if OBSERVERS.get():
+        notify_call(_single_launch(op, axes, nbytes, rank, dtype), _outer_frame())
+
+
+@lru_cache(maxsize=CACHE_SIZE)
+def _single_launch(
+    op: str, axes: tuple[str, ...], nbytes: int, rank: int, dtype: torch.dtype | None
+) -> _SingleLaunch:  # fmt: skip
+    phases = ("forward", "backward")
+    return _SingleLaunch(
+        {phase: (Event(op, axes, nbytes, rank, phase, dtype),) for phase in phases}
+    )
+
+
+def _outer_frame() -> FrameType:
+    """Return the frame at `LIBRARY_DEPTH` from the caller, or the innermost of fewer frames."""
+    try:
+        return sys._getframe(LIBRARY_DEPTH + 1)
+    except ValueError:  # in a thread of PyTorch's
+        return sys._getframe()
+
+
+def notify_call(launch: Launch, frame: FrameType) -> ObservedCall:
+    """Call all observers for a launch, as one of the user's call, and return that call.
+
+    The call is searched from `frame` outwards. Every observed collective comes here: what forms the
+    key is read without Python functions.
+    """
+    running, modules, backward = LABEL.get(), MODULES.get(), graph_task_id() != -1
+    module = modules[-1][1] if modules else ""
+    key = (
+        launch, id(frame.f_code), frame.f_lasti, running and id(running), module,
+        backward or PHASE.get(),
+    )  # fmt: skip
+    call = _CALLS.get(key)
+    if call is None:
+        user = user_frame(frame)
+        if user is not None and user is not frame:
+            return notify_call(launch, user)
+        # A checkpoint recomputes forward collectives in the backward pass: they count there.
+        events = launch.events["backward" if backward else PHASE.get()]
+        call = _new_call(events, running or launch.label, module, frame.f_code, user)
+        _CALLS[key] = call
+    for observer in tuple(OBSERVERS.get()):
+        observer(call)
+    return call
+
+
+def _new_call(
+    events: tuple[Event, ...],
+    label: Label | None,
+    module: str,
+    code: CodeType,
+    user: FrameType | None,
+) -> ObservedCall:
+    if label is not None and label.line:  # it says where the call was made
+        return ObservedCall(events, label, label.line, label.module or module, code)
+    line = "" if user is None else position_text(code.co_filename, user.f_lineno)
+    return ObservedCall(events, label, line, module, code)
+
+
+def notify_transposed(launch: Launch, call: ObservedCall | None) -> ObservedCall:
+    """Call all observers for the gradient's launch of a call, and return it as a call.
+
+    `call` is None if it was not observed.
+    """
+    if call is None:
+        return notify_call(launch, sys._getframe(1))
+    if call.transposed is None:
+        label = transposed_label(call) or launch.label
+        call.transposed = ObservedCall(launch.events["backward"], label, call.line, call.module)
+    for observer in tuple(OBSERVERS.get()):
+        observer(call.transposed)
+    return call.transposed
+
+
+def transposed_label(call: ObservedCall | None) -> Label | None:
+    """Return the label for the gradient of an observed call, None without one."""
+    if call is None or call.label is None:
+        return None
+    return backward_label(replace(call.label, line=call.line, module=call.module))
