@@ -5,19 +5,22 @@ called with and without gradients, DTensor's `redistribute`, and the bare functi
 collective with its wait (no copy into the right layout, no check, no gradient). All
 contenders run in each round, so that a busy machine slows all of them.
 
-A second table is of `fs.comm_log`: the CPU time of one rank's collective in a mapped body of 50 on
-gloo ranks and on simulated ones, without a log and within one, the least of all rounds. That of
-`forward, backward` is of a collective and its transpose.
+A second table is of `fs.comm_log`: the CPU time of the first rank's thread in one collective, with
+no log and within one, on gloo ranks, on a rank of PyTorch's fake backend (which sends nothing) and
+on simulated ranks. Rounds alternate; the figures are of their fastest tenth. `forward, backward` is
+a collective and its transpose.
 """
 
 from __future__ import annotations
 
-import math
+import multiprocessing
 import statistics
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +28,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fshard as fs
 from fshard import Mesh, P, Spec
@@ -111,7 +115,7 @@ def _waited(x: DTensor) -> torch.Tensor:
 
 # -- observed collectives ----------------------------------------------------------------
 
-CALLS, LOG_ROUNDS = 50, 40
+CALLS, LOG_ROUNDS = 20, 150
 COLLECTIVES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "psum": lambda x: fs.psum(x, "x"),
     "all_gather": lambda x: fs.all_gather(x, "x"),
@@ -119,41 +123,46 @@ COLLECTIVES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def logged(is_process: bool) -> dict[tuple[str, str], tuple[float, float]]:
+def logged(transport: str) -> dict[tuple[str, str], list[float]]:
     """Return the CPU microseconds of a rank's collective, without a log and within one."""
-    mesh, results = Mesh(x=RANKS), {}
-    if is_process:
+    if transport == "fake":
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    mesh, results = Mesh(x=RANKS), dict[tuple[str, str], list[float]]()
+    if transport != "simulated":
         fs.init(mesh)
-    # Simulated ranks have threads of their own.
-    clock, ranks = (time.thread_time, 1) if is_process else (time.process_time, RANKS)
-    for name, collective in COLLECTIVES.items():
-        for kind in ("forward", "forward, backward"):
-            run = mapped_calls(mesh, collective, with_backward=kind != "forward")
-            least = [math.inf, math.inf]
-            for i in [0, 1] * LOG_ROUNDS:
-                with fs.comm_log() if i else nullcontext():
-                    start = clock()
-                    run()
-                    least[i] = min(least[i], 1e6 * (clock() - start) / (CALLS * ranks))
-            results[name, kind] = least[0], least[1]
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        for name, collective in COLLECTIVES.items():
+            forward, both = partial(collective, x), partial(both_passes, collective, x)
+            for kind, run in {"forward": forward, "forward, backward": both}.items():
+                times = alternated(run)
+                if fs.axis_index("x") == 0:
+                    results[name, kind] = times
+        return x
+
+    fs.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P(), check=False)(torch.ones(RANKS, 8))
     return results
 
 
-def mapped_calls(
-    mesh: Mesh, collective: Callable[[torch.Tensor], torch.Tensor], *, with_backward: bool
-) -> Run:
-    """Return a call of a mapped body of collectives."""
+def both_passes(collective: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> None:
+    """Run a collective and its transpose."""
+    leaf = x.detach().requires_grad_()
+    y = collective(leaf)
+    torch.autograd.grad(y, leaf, torch.ones_like(y))
 
-    def body(x: torch.Tensor) -> torch.Tensor:
-        leaf = x.detach().requires_grad_(with_backward)
-        ys = [collective(leaf) for _ in range(CALLS)]
-        if with_backward:
-            torch.autograd.grad(ys, leaf, list(map(torch.ones_like, ys)))
-        return x
 
-    mapped = fs.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P(), check=False)
-    x = torch.ones(RANKS, 8)
-    return lambda: mapped(x)
+def alternated(run: Run) -> list[float]:
+    """Return the CPU microseconds of this rank's thread in a call, without a log and within one."""
+    times: list[list[float]] = [[], []]
+    is_first = fs.axis_index("x") == 0  # a log of each simulated rank would count all of them
+    for i in [0, 1] * LOG_ROUNDS:
+        with fs.comm_log() if i and is_first else nullcontext():
+            run()
+            start = time.thread_time()
+            for _ in range(CALLS):
+                run()
+            times[i].append(1e6 * (time.thread_time() - start) / CALLS)
+    return [statistics.quantiles(each, n=10)[0] for each in times]
 
 
 def print_logged(console: Console) -> None:
@@ -161,10 +170,16 @@ def print_logged(console: Console) -> None:
     # By its importable name: other processes do not know this module as __main__.
     from tests.benchmarks.bench_transport import logged
 
-    table = Table(title=f"{CALLS} collectives in a body, µs of CPU time per collective of a rank")
+    table = Table(title="CPU µs of a rank's thread in one collective")
     for head in ("ranks", "", "", "no log", "fs.comm_log", "ratio", "difference"):
         table.add_column(head, justify="right" if head not in ("ranks", "") else "left")
-    rows = {"gloo": run_ranks(RANKS, logged, True, timeout=600)[0], "simulated": logged(False)}
+    process = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+    rows = {
+        "gloo": run_ranks(RANKS, logged, "gloo", timeout=600)[0],
+        "fake": process.submit(logged, "fake").result(),
+        "simulated": logged("simulated"),
+    }
+    process.shutdown()
     for ranks, results in rows.items():
         for (name, kind), (off, on) in results.items():
             cells = f"{off:.1f}", f"{on:.1f}", f"{on / off:.2f}", f"{on - off:.1f}"

@@ -15,8 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 from fshard.program.cost.traffic import step_axes, traffic
+from fshard.run.transports import observed_calls
 from fshard.run.transports.base import Event, ObservedCall, observe, unobserved
 from fshard.run.transports.observed_calls import notify
+from fshard.show.comm import comm_log
 from fshard.show.comm.phase import FIELDS
 from fshard.show.table import Table
 from tests.helpers.spec_grid import random_global
@@ -333,6 +335,17 @@ def test_the_line_is_that_of_the_innermost_call_of_fshard(collective: Any) -> No
         run(pair)
     lines = {row[0] for row in rows_of(log.by("line")) if row[1]}
     assert lines == {f"{__file__}:{collective.__code__.co_firstlineno}"}
+
+
+def test_equal_calls_are_merged_before_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comm_log, "CACHE_SIZE", 4)
+    pair = fs.shard(torch.ones(8), TWO, P("tp"))
+    with fs.comm_log() as log:
+        for _ in range(20):
+            observed_calls._CALLS.clear()  # as when it is full
+            fs.reshard(pair, P())
+    assert len(log._calls) < 20
+    assert log.counts == {("all_gather", "tp"): 20}
 
 
 def test_boundary_is_apart_from_the_body() -> None:

@@ -27,7 +27,7 @@ from fshard.run.transports.observed_calls import (
 )
 
 Calls = list[ObservedCall] | None
-"""What observers were told of each recording, None if there is no observer."""
+"""The observed call of each recording, None if there is no observer."""
 
 
 def replay(recordings: Sequence[Recording], xs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -107,7 +107,7 @@ def _transposed(
 ) -> torch.Tensor | Generator[None, None, torch.Tensor]:
     """Return the transpose of a cotangent, or a generator that has it under way.
 
-    `call` is what observers were told of the recording.
+    `call` is the observed call of the recording.
     """
     transposed = recording.T
     plain = type(grad) is torch.Tensor and not is_legacy_batched(grad)

@@ -12,5 +12,6 @@
 - `divergence_report`: fingerprints of calls, and the errors for ranks whose calls differ.
 - `shape_only`: a transport for meta and fake tensors, which sends nothing.
 - `raw_collectives`: collectives of PyTorch that bypass fshard, as events.
+- `observed_calls`: reports of collectives to observers, with the line of the call.
 - `reduce_dtypes`: reductions of dtypes that backends cannot reduce.
 """

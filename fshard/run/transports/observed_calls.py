@@ -29,7 +29,7 @@ from fshard.run.transports.divergence_report import (
 )
 
 LIBRARY_DEPTH = 6
-"""Number of frames from `notify` outwards, itself included, that are fshard's in a call.
+"""Number of frames from `notify` outwards, itself included, that are fshard's in a labelled call.
 
 Frame objects of them would cost half a microsecond each.
 """
@@ -42,7 +42,7 @@ alive.
 """
 
 
-class Launch(Protocol):
+class ObservedLaunch(Protocol):
     """Collectives that are launched together; launches are equal if they are the same object.
 
     Attributes:
@@ -67,7 +67,11 @@ def notify(
 ) -> None:  # fmt: skip
     """Call all observers for one collective."""
     if OBSERVERS.get():
-        notify_call(_single_launch(op, axes, nbytes, rank, dtype), _outer_frame())
+        launch, label = _single_launch(op, axes, nbytes, rank, dtype), LABEL.get()
+        frame = sys._getframe() if label is None else _outer_frame()
+        if label is None or not label.line:
+            frame = user_frame(frame) or frame
+        notify_call(launch, frame)
 
 
 @lru_cache(maxsize=CACHE_SIZE)
@@ -88,7 +92,7 @@ def _outer_frame() -> FrameType:
         return sys._getframe()
 
 
-def notify_call(launch: Launch, frame: FrameType) -> ObservedCall:
+def notify_call(launch: ObservedLaunch, frame: FrameType) -> ObservedCall:
     """Call all observers for a launch, as one of the user's call, and return that call.
 
     The call is searched from `frame` outwards. Every observed collective comes here: what forms the
@@ -96,38 +100,37 @@ def notify_call(launch: Launch, frame: FrameType) -> ObservedCall:
     """
     running, modules, backward = LABEL.get(), MODULES.get(), graph_task_id() != -1
     module = modules[-1][1] if modules else ""
+    code: CodeType | None = frame.f_code
+    instruction = frame.f_lasti
+    if running is not None and running.line:  # it says where the call was made
+        code, instruction = None, 0
     key = (
-        launch, id(frame.f_code), frame.f_lasti, running and id(running), module,
-        backward or PHASE.get(),
+        launch, id(code), instruction, running and id(running), module, backward or PHASE.get(),
     )  # fmt: skip
     call = _CALLS.get(key)
     if call is None:
-        user = user_frame(frame)
+        user = None if code is None else user_frame(frame)
         if user is not None and user is not frame:
             return notify_call(launch, user)
         # A checkpoint recomputes forward collectives in the backward pass: they count there.
         events = launch.events["backward" if backward else PHASE.get()]
-        call = _new_call(events, running or launch.label, module, frame.f_code, user)
-        _CALLS[key] = call
+        call = _CALLS[key] = _new_call(events, running or launch.label, module, user)
+        call.code = code
     for observer in tuple(OBSERVERS.get()):
         observer(call)
     return call
 
 
 def _new_call(
-    events: tuple[Event, ...],
-    label: Label | None,
-    module: str,
-    code: CodeType,
-    user: FrameType | None,
+    events: tuple[Event, ...], label: Label | None, module: str, user: FrameType | None
 ) -> ObservedCall:
-    if label is not None and label.line:  # it says where the call was made
-        return ObservedCall(events, label, label.line, label.module or module, code)
-    line = "" if user is None else position_text(code.co_filename, user.f_lineno)
-    return ObservedCall(events, label, line, module, code)
+    if label is not None and label.line:
+        return ObservedCall(events, label, label.line, label.module or module)
+    line = "" if user is None else position_text(user.f_code.co_filename, user.f_lineno)
+    return ObservedCall(events, label, line, module)
 
 
-def notify_transposed(launch: Launch, call: ObservedCall | None) -> ObservedCall:
+def notify_transposed(launch: ObservedLaunch, call: ObservedCall | None) -> ObservedCall:
     """Call all observers for the gradient's launch of a call, and return it as a call.
 
     `call` is None if it was not observed.

@@ -76,6 +76,7 @@ def logs() -> tuple[Any, ...]:
         mode.get_total_counts(),
         silent.counts,
         *(log.to_dict(*FIELDS) for log in (raw, plain, both)),
+        [row["line"] for row in raw.to_dict("line")["forward"]],
     )
 
 
@@ -85,7 +86,11 @@ def without_bytes(log: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_raw_collectives_are_counted_on_request() -> None:
-    for total, silent, raw, plain, both in run_ranks(2, logs):
+    file = raw_work.__code__.co_filename
+    lines = {f"{file}:{line}" for *_, line in raw_work.__code__.co_lines()}
+    for total, silent, raw, plain, both, places in run_ranks(2, logs):
+        assert places
+        assert lines.issuperset(places)
         assert not silent
         rows = without_bytes(raw)
         assert sum(row["count"] for row in rows) == total
