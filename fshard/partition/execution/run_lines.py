@@ -6,9 +6,9 @@ a graph, in which nothing of fshard runs but the programs, and on all ranks of a
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,10 +24,12 @@ from fshard.ops.core.call import Meta, fill_call, map_call
 from fshard.ops.strategy import local_call
 from fshard.ops.strategy.strategy import Strategy
 from fshard.partition.ir import (
+    BeginCheckpoint,
     CheckpointedLines,
     ClosureTensor,
     Copy,
     CustomGradient,
+    EndCheckpoint,
     Factory,
     GradMode,
     LaunchBatch,
@@ -74,7 +76,7 @@ def _rank_call(
     if isinstance(line, Factory):
         if not any(line.spec.partition.dims):
             return line.op, line.args, line.kwargs
-        return _NamedFunction(functools.partial(line.create, rank), line.name), (), {}
+        return _NamedFunction(partial(line.create, rank), line.name), (), {}
     strategy = line.strategy
     op, local = strategy.call.op, strategy.rule.local
     nested = not line.single and not _returns_flat(strategy)
@@ -135,61 +137,59 @@ def rank_graph(
     """Return the graph of local operations and programs that one rank runs."""
     graph, root = fx.Graph(), torch.nn.Module()
     env: dict[int, fx.Node] = {value: graph.placeholder(f"x{value}") for value in inputs}
-
     for line in lines:
-        match line:
-            case Operation() | Factory():
-                target, args, kwargs = _rank_call(line, rank)
-                nodes = map_call(args, kwargs, Ref, lambda ref: env[ref.value])
-                node = graph.create_node("call_function", target, *nodes, name=line.name)
-                if isinstance(target, OpOverload) and isinstance(line, Operation):
-                    node.meta[DIRECT] = _direct(line.strategy, rank, target, args, kwargs)
-                env[line.out] = node
-            case Redistribution():
-                name = "_then_".join(_step_name(step) for step in line.program.steps) or "same"
-                target = _NamedFunction(line.program.__call__, name)
-                env[line.out] = graph.create_node(
-                    "call_function", target, (env[line.source.value],), name=name)  # fmt: skip
-            case LaunchBatch():
-                names = sorted({step.name for prog in line.programs for step in prog.steps})
-                name = "launch_" + "_and_".join(names)
-                target = _NamedFunction(functools.partial(launch_line, line), name)
-                sources = tuple(env[source.value] for source in line.sources)
-                env[line.out] = graph.create_node("call_function", target, sources, name=name)
-            case WaitBatch():
-                env[line.out] = graph.call_function(wait, (env[line.source.value],))
-            case Pick():
-                env[line.out] = graph.call_function(
-                    operator.getitem, (env[line.source.value], line.index))  # fmt: skip
-            case ClosureTensor():
-                root.register_buffer(f"constant{line.out}", line.tensor)
-                env[line.out] = graph.get_attr(f"constant{line.out}")
-            case NumberOperation():
-                numbers, named = map_call(line.args, line.kwargs, Ref, lambda ref: env[ref.value])
-                env[line.out] = graph.call_function(line.function, numbers, named)
-            case GradMode():
-                graph.call_function(SET_GRAD_ENABLED, (line.enabled,))
-            case CustomGradient():
-                target = _NamedFunction(line.gradient.attach, "custom_gradient")
-                values = [env[ref.value] for ref in line.operands]
-                env[line.out] = graph.call_function(target, (values,))
-            case RegionCall():
-                target = _NamedFunction(line.region.__call__, "mapped_region")
-                values = [env[ref.value] for ref in line.operands]
-                env[line.out] = graph.call_function(target, (values,))
-            case CheckpointedLines():
-                used = [ref.value for ref in line.operands]
-                inner = compile_graph(rank_graph(line.lines, rank, used, line.outputs))
-                target = _NamedFunction(functools.partial(line.call.run, inner), "checkpointed")
-                operands = tuple(env[value] for value in used)
-                env[line.out] = graph.call_function(target, operands)
-            case Copy():
-                env[line.out] = graph.call_function(torch.clone, (env[line.source.value],))
-            case Write():
-                target = env[line.target.value]
-                graph.call_function(write_value, (target, env[line.source.value]))
+        if isinstance(line, ClosureTensor):
+            root.register_buffer(f"constant{line.out}", line.tensor)
+            env[line.out] = graph.get_attr(f"constant{line.out}")
+            continue
+        target, args, kwargs = _call_of(line, rank)
+        nodes = map_call(args, kwargs, Ref, lambda ref: env[ref.value])
+        named = target.__name__ if isinstance(target, _NamedFunction) else None
+        name = getattr(line, "name", named)
+        node = graph.create_node("call_function", target, *nodes, name=name)
+        if isinstance(line, Operation) and isinstance(target, OpOverload):
+            node.meta[DIRECT] = _direct(line.strategy, rank, target, args, kwargs)
+        if not isinstance(line, GradMode | Write | BeginCheckpoint | EndCheckpoint):
+            env[line.out] = node
     graph.output(tuple(None if value is None else env[value] for value in outputs))
     return fx.GraphModule(root, graph, "partitioned")
+
+
+def _call_of(line: Line, rank: int) -> tuple[Any, Sequence[Any], Mapping[str, Any]]:
+    """Return the function that a rank calls for a line, and its arguments with their `Ref`s."""
+    match line:
+        case Operation() | Factory():
+            return _rank_call(line, rank)
+        case NumberOperation():
+            return line.function, line.args, line.kwargs
+        case Redistribution():
+            name = "_then_".join(_step_name(step) for step in line.program.steps) or "same"
+            return _NamedFunction(line.program.__call__, name), (line.source,), {}
+        case LaunchBatch():
+            names = sorted({step.name for prog in line.programs for step in prog.steps})
+            launch = _NamedFunction(partial(launch_line, line), "launch_" + "_and_".join(names))
+            return launch, line.sources, {}
+        case WaitBatch():
+            return wait, (line.source,), {}
+        case Pick():
+            return operator.getitem, (line.source, line.index), {}
+        case GradMode():
+            return SET_GRAD_ENABLED, (line.enabled,), {}
+        case CustomGradient():
+            attach = _NamedFunction(line.gradient.attach, "custom_gradient")
+            return attach, ([*line.operands],), {}
+        case RegionCall():
+            return _NamedFunction(line.region.__call__, "mapped_region"), ([*line.operands],), {}
+        case CheckpointedLines():
+            used = [ref.value for ref in line.operands]
+            inner = compile_graph(rank_graph(line.lines, rank, used, line.outputs))
+            return _NamedFunction(partial(line.call.run, inner), "checkpointed"), line.operands, {}
+        case Copy():
+            return torch.clone, (line.source,), {}
+        case Write():
+            return write_value, (line.target, line.source), {}
+        case _:  # blocks of checkpoints are one line by now
+            raise AssertionError(line)
 
 
 def launch_line(line: LaunchBatch, *xs: torch.Tensor, on_shards: bool = False) -> FinishAll:
@@ -229,7 +229,7 @@ def compile_graph(graph: fx.GraphModule) -> Callable[..., tuple[Any, ...]]:
         for name, value in code.globals.items()
     }
     exec(compile(code.src, "<partitioned>", "exec"), names)
-    return functools.partial(names["forward"], graph)
+    return partial(names["forward"], graph)
 
 
 LOCAL_LINES = (
