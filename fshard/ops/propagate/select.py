@@ -11,17 +11,18 @@ axes, the first ones are ordered by the time of their programs.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from fshard.layout.mesh import Mesh
-from fshard.layout.partition_spec import LINEAR, PartitionSpec
+from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
 from fshard.ops.core.call import OpCall
-from fshard.ops.core.rule import Mode, Rule
+from fshard.ops.core.rule import Rule
 from fshard.ops.propagate import role_costs
+from fshard.ops.propagate.axis_options import AxisOption, Query, options_by_axis
 from fshard.ops.propagate.choice_hints import (
     NO_ARGUMENTS,
     Arguments,
@@ -30,8 +31,7 @@ from fshard.ops.propagate.choice_hints import (
     RoleHint,
     gathers,
 )
-from fshard.ops.propagate.role_costs import ChangeCost, compute_time, nbytes
-from fshard.ops.strategy.axis_roles import AxisState, Role, axis_states, factor_sizes, roles_of
+from fshard.ops.strategy.axis_roles import AxisState, Role, axis_states, factor_sizes
 from fshard.ops.strategy.strategy import Layouts, OperandLayouts, Strategy
 from fshard.program.cost.topology import Topology
 from fshard.program.cost.traffic import max_local_nbytes
@@ -41,20 +41,6 @@ MAX_PREFERENCES = 7
 """Number of sets of roles that an axis prefers one to the other."""
 RELATIVE_TOLERANCE = 0.999
 """Strategies that could be faster by less than a thousandth are not looked for."""
-
-
-class _Option(NamedTuple):
-    """A role of one axis, its cost, and True if it sends.
-
-    The cost is seconds forward, then, between equals, seconds of the gradients' redistribution,
-    then the position of the role in the rule. `moves` are the seconds of it in which operands are
-    redistributed, each on its own.
-    """
-
-    cost: tuple[float, float, int]
-    role: Role
-    sends: bool
-    moves: float
 
 
 def select_strategy(
@@ -88,32 +74,73 @@ def select_strategy(
             them along any dim: work is not repeated on all ranks, and no such operand is gathered.
         arguments: operands that exist before the call.
     """
-    mesh = specs[0].mesh
     lengths = factor_sizes(rule, call)
     requested = dict(hint.roles) if isinstance(hint, RoleHint) else {}
-    hinted = _hinted_factors(call, rule, mesh, lengths, hint)
-    layouts = Layouts(call, rule, mesh, specs, lengths)
-    options = partial(_options_by_axis, call, rule, specs, topology, lengths, grad, local, hinted,
-                      requested, held, kept, arguments)  # fmt: skip
+    factors = _hinted_factors(call, rule, specs[0].mesh, lengths, hint)
+    search = _Search(Query(call, rule, specs, topology, lengths, grad, local, factors, requested,
+                           held, kept, arguments), tree)  # fmt: skip
+    for relaxed in range(MAX_PREFERENCES if held or kept or requested else 1):
+        if found := search.fastest(1, relaxed):
+            return replace(found[0], _alternatives=lambda: search.alternatives(found[0]))
+    return None
 
-    def combine(options: Sequence[_Option]) -> Strategy | None:
+
+class _Search:
+    """The search for the fastest strategies of a call whose results have the tree `tree`."""
+
+    def __init__(self, query: Query, tree: Any) -> None:
+        self.query, self.tree = query, tree
+        self.layouts = Layouts(
+            query.call, query.rule, query.specs[0].mesh, query.specs, query.lengths
+        )
+        self.moves: dict[int, tuple[Strategy, float]] = {}
+        """By the id of a strategy, which it keeps alive, the estimated seconds of its programs."""
+
+    def fastest(self, count: int, relaxed: int) -> list[Strategy]:
+        """Return the `count` fastest strategies without the first `relaxed` preferences."""
+        axes = options_by_axis(self.query, relaxed)
+        best = self.least(axes, count)
+        if not best or not _moves_several_axes(best[0]):
+            return best
+        best = self.least(axes, 1 + MAX_ALTERNATIVES)
+        best = [self.planned(x) if _moves_several_axes(x) else x for x in best]
+        return sorted(best, key=lambda strategy: strategy.time)[:count]
+
+    def alternatives(self, best: Strategy) -> tuple[Strategy, ...]:
+        """Return the fastest other strategies, also those that keep no operand sharded."""
+        others = self.fastest(1 + MAX_ALTERNATIVES, MAX_PREFERENCES)
+        return tuple(x for x in others if x.roles != best.roles)[:MAX_ALTERNATIVES]
+
+    def least(self, axes: Sequence[list[AxisOption]], count: int) -> list[Strategy]:
+        """Return the strategies of least estimated time; the sum over the axes is a lower bound."""
+        best: list[Strategy] = []
+        for bound, options in _by_sum(axes):
+            if len(best) >= count and bound >= RELATIVE_TOLERANCE * best[count - 1].time:
+                break
+            strategy = self.combined(options)
+            if strategy is not None:
+                best = sorted([*best, strategy], key=lambda strategy: strategy.time)[:count]
+        return best
+
+    def combined(self, options: Sequence[AxisOption]) -> Strategy | None:
         """Return the strategy of one option per axis, None if no specs have these roles."""
+        call, rule, specs, topology, *_ = self.query
+        mesh = specs[0].mesh
         roles = {axis: option.role for axis, option in zip(mesh.axes, options, strict=True)}
-        in_out = layouts.specs(roles)
+        in_out = self.layouts.specs(roles)
         if in_out is None:
             return None
         time, sends, moves = _combined_cost(mesh, topology, roles, options, specs, in_out)
-        if local and sends:
+        if self.query.local and sends:
             return None
-        strategy = Strategy(call.op, rule, call, tuple(roles.items()), tuple(specs),
-                            *in_out, tree, time, sends, topology)  # fmt: skip
-        estimated[id(strategy)] = strategy, moves
+        strategy = Strategy(call.op, rule, call, tuple(roles.items()), tuple(specs), *in_out,
+                            self.tree, time, sends, topology)  # fmt: skip
+        self.moves[id(strategy)] = strategy, moves
         return strategy
 
-    estimated: dict[int, tuple[Strategy, float]] = {}
-
-    def planned(strategy: Strategy) -> Strategy:
+    def planned(self, strategy: Strategy) -> Strategy:
         """Return a strategy with the time of its programs in place of their estimate."""
+        arguments, topology = self.query.arguments, self.query.topology
         moves, launched = 0.0, {*arguments.launched}
         for operand, prog in enumerate(strategy.programs):
             cost, kinds = prog.cost(topology), gathers(prog.src, prog.dst)
@@ -121,45 +148,10 @@ def select_strategy(
             if operand in arguments.operands and kinds:
                 moves -= cost.launches * topology.launch if kinds <= launched else 0.0
                 launched |= kinds
-        return replace(strategy, time=strategy.time - estimated[id(strategy)][1] + moves)
-
-    def fastest(count: int, relaxed: int) -> list[Strategy]:
-        axes = options(relaxed)
-        best = _fastest(axes, combine, count)
-        if not best or not _moves_several_axes(best[0]):
-            return best
-        best = _fastest(axes, combine, 1 + MAX_ALTERNATIVES)
-        best = [planned(x) if _moves_several_axes(x) else x for x in best]
-        return sorted(best, key=lambda strategy: strategy.time)[:count]
-
-    def alternatives(best: Strategy) -> tuple[Strategy, ...]:
-        """Return the fastest other strategies, also those that keep no operand sharded."""
-        others = fastest(1 + MAX_ALTERNATIVES, MAX_PREFERENCES)
-        return tuple(x for x in others if x.roles != best.roles)[:MAX_ALTERNATIVES]
-
-    for relaxed in range(MAX_PREFERENCES if held or kept or requested else 1):
-        if found := fastest(1, relaxed):
-            return replace(found[0], _alternatives=lambda: alternatives(found[0]))
-    return None
+        return replace(strategy, time=strategy.time - self.moves[id(strategy)][1] + moves)
 
 
-def _fastest(
-    axes: Sequence[list[_Option]],
-    combine: Callable[[Sequence[_Option]], Strategy | None],
-    count: int,
-) -> list[Strategy]:
-    """Return the `count` fastest strategies in order; the sum over the axes is a lower bound."""
-    best: list[Strategy] = []
-    for bound, options in _by_sum(axes):
-        if len(best) >= count and bound >= RELATIVE_TOLERANCE * best[count - 1].time:
-            break
-        strategy = combine(options)
-        if strategy is not None:
-            best = sorted([*best, strategy], key=lambda strategy: strategy.time)[:count]
-    return best
-
-
-def _by_sum(axes: Sequence[list[_Option]]) -> Iterator[tuple[float, tuple[_Option, ...]]]:
+def _by_sum(axes: Sequence[list[AxisOption]]) -> Iterator[tuple[float, tuple[AxisOption, ...]]]:
     """Yield the combinations of the axes' options by the sum of their costs, least first."""
     if not all(axes):
         return
@@ -180,174 +172,6 @@ def _by_sum(axes: Sequence[list[_Option]]) -> Iterator[tuple[float, tuple[_Optio
                 heapq.heappush(heap, (total(successor), successor))
 
 
-def _options_by_axis(
-    call: OpCall,
-    rule: Rule,
-    specs: Sequence[Spec],
-    topology: Topology,
-    lengths: Mapping[str, int],
-    grad: bool,
-    local: bool,
-    hinted: Mapping[str, str],
-    requested: Mapping[str, str],
-    held: OperandAxes,
-    kept: OperandAxes,
-    arguments: Arguments,
-    relaxed: int,
-) -> list[list[_Option]]:
-    """Return the options of every axis in the order of their costs.
-
-    The first `relaxed` preferences of an axis are left out: no combination of such roles exists.
-    """
-    mesh = specs[0].mesh
-    states = [axis_states(d, s, lengths) for d, s in zip(rule.operands, specs, strict=True)]
-    operands = [(max_local_nbytes(spec), spec.dtype.itemsize) for spec in specs]
-    results = [(0, 1) if m is None else (nbytes(m), m.dtype.itemsize) for m in call.results]
-    total = compute_time(topology, rule, call, lengths)
-    roles = roles_of(rule, call, grad=grad)
-    by_axis: list[list[_Option]] = []
-    cached: dict[tuple[Any, ...], list[_Option]] = {}
-    for axis in mesh.axes:
-        n, hint = mesh.shape[axis], hinted.get(axis)
-        links = role_costs.axis_links(topology, mesh, axis)
-        on_axis = tuple(by_name[axis] for by_name in states)
-        stays, keeps = (
-            frozenset(i for i, of in pairs if of == axis and on_axis[i].name == "sharded")
-            for pairs in (held, kept)
-        )
-        launched = frozenset(kind[1:] for kind in arguments.launched if kind[0] == axis)
-        role_name = requested.get(axis)
-        key = n, links, hint, role_name, stays, keeps, on_axis, launched
-        if key not in cached:
-            # A lower bound for the results: all other axes may shard them.
-            least = [(size * n // mesh.size, item) for size, item in results]
-            names = frozenset(state.name for state in on_axis)
-            sources = sum(
-                size * (n if state.name == "sharded" else 1)
-                for (size, _), state in zip(operands, on_axis, strict=True)
-            )
-            context = _AxisContext(topology, links, n, on_axis, names, operands, sources, least,
-                                   total * n / mesh.size, lengths, grad, local,
-                                   arguments.operands, launched,
-                                   [{} for _ in specs])  # fmt: skip
-            sets = _preferences(roles, on_axis, stays, keeps)
-            if role_name is not None:
-                requested_roles = tuple(role for role in roles if role.name == role_name)
-                sets.insert(0, (requested_roles, False))
-            for choice, uneven in sets[min(relaxed, len(sets) - 1) :]:
-                options = (
-                    _option(role, index, context, role.name == role_name
-                            or (role.factor is not None and role.factor == hint), uneven)
-                    for index, role in enumerate(choice)
-                )  # fmt: skip
-                cached[key] = sorted((o for o in options if o), key=lambda option: option.cost)
-                if cached[key]:
-                    break
-        by_axis.append(cached[key])
-    return by_axis
-
-
-def _preferences(
-    roles: tuple[Role, ...], states: Sequence[AxisState], held: frozenset[int],
-    kept: frozenset[int],
-) -> list[tuple[tuple[Role, ...], bool]]:  # fmt: skip
-    """Return sets of roles, the most preferred first; the last has all.
-
-    Operands `held` keep their states. So do those `kept`, unless others are sharded too; else the
-    results stay sharded along the dims that they then were, as the product of two sharded dims;
-    else one of the operands is sharded, evenly or not. With a set comes True if its shards may be
-    uneven.
-    """
-    sharded = frozenset(i for i, state in enumerate(states) if state.name == "sharded")
-    stay = tuple(r for r in roles if all(r.operands[i] == states[i] for i in held))
-    works = tuple(r for r in roles if any(r.operands[i].name == "sharded" for i in sharded))
-    sets = [(stay, False)]
-    if kept:
-        both = tuple(r for r in stay if r in works)
-        sets = [(both, False), (both, True), *sets, (works, False)]
-    if kept == sharded:
-        exact = tuple(r for r in stay if all(r.operands[i] == states[i] for i in kept))
-        dims = {dim for role in exact for dim in role.sharded_dims}
-        near = tuple(r for r in stay if r in works and dims & r.sharded_dims)
-        sets[:0] = [(exact, False), (near, True)]
-    return [*sets, (roles, False)]
-
-
-class _AxisContext(NamedTuple):
-    """One axis of `n` devices, the states of the operands on it, and inputs of the cost of roles.
-
-    `operands` and `results` are pairs of a tensor's local bytes and the bytes of an element;
-    `unsharded_operands` are the local bytes of all operands, unsharded on this axis; `work`
-    is the seconds to compute if the axis shards nothing; equal collectives of the operands
-    `arguments` are one launch, and those in `launched` have none of their own; `changes` caches for
-    every operand the cost of a change to a state.
-    """
-
-    topology: Topology
-    links: role_costs.AxisLinks
-    n: int
-    states: Sequence[AxisState]
-    state_names: frozenset[str]
-    operands: list[tuple[int, int]]
-    unsharded_operands: int
-    results: list[tuple[int, int]]
-    work: float
-    lengths: Mapping[str, int]
-    grad: bool
-    local: bool
-    arguments: frozenset[int]
-    launched: frozenset[tuple[str, str, int]]
-    changes: list[dict[AxisState, ChangeCost | None]]
-
-
-def _option(
-    role: Role, index: int, axis: _AxisContext, hinted: bool, uneven: bool
-) -> _Option | None:
-    """Return a role with its cost on an axis.
-
-    None if a state change is impossible, or if no operand suggests the role (`_is_plausible`).
-    """
-    topology, links, n = axis.topology, axis.links, axis.n
-    if not hinted and not _is_plausible(role, axis, uneven):
-        return None
-    time = back = saved = 0.0
-    sends = False
-    launched = {*axis.launched}
-    for operand, dst in enumerate(role.operands):
-        changes = axis.changes[operand]
-        change = changes[dst] if dst in changes else _change(axis, operand, dst)
-        if change is None:
-            return None
-        time, back, sends = time + change.time, back + change.back, sends or change.sends
-        if change.sends and operand in axis.arguments:
-            kind = axis.states[operand].name, dst.name, axis.operands[operand][1]
-            if kind in launched:  # coalesced with that of another argument
-                saved += change.startup
-            launched.add(kind)
-    moves = time = time - saved
-    shards = role.factor is not None
-    for state, (size, item) in zip(role.results, axis.results, strict=True):
-        if state is not None and state.name == "unreduced":
-            time += role_costs.pending_reduction_time(
-                topology, links.gather, n, state, size, item, created=shards
-            )
-    if shards and not hinted:
-        size = min(sum(size for size, _ in axis.results), axis.unsharded_operands)
-        time += role_costs.new_sharding_time(topology, links, n, axis.states, role, size)
-    return _Option((time + axis.work / (n if shards else 1), back, index), role, sends, moves)
-
-
-def _change(axis: _AxisContext, operand: int, dst: AxisState) -> ChangeCost | None:
-    """Return the cost to change an operand's state, None if that is impossible or excluded."""
-    src, (size, item) = axis.states[operand], axis.operands[operand]
-    change = None
-    if _can_become(src, dst, grad=axis.grad):
-        change = role_costs.change_cost(axis.topology, axis.links, axis.n, src, dst, size, item)
-        change = None if axis.local and change.sends else change
-    axis.changes[operand][dst] = change
-    return change
-
-
 def _hinted_factors(
     call: OpCall, rule: Rule, mesh: Mesh, lengths: Mapping[str, int], hint: LayoutHint
 ) -> dict[str, str]:
@@ -365,45 +189,11 @@ def _hinted_factors(
     }
 
 
-def _is_plausible(role: Role, axis: _AxisContext, uneven: bool) -> bool:
-    """Return True if the role shards or keeps unreduced only where some operand already is so.
-
-    New shards are of equal sizes, unless they may be `uneven`.
-    """
-    if role.factor is not None:
-        if "sharded" not in axis.state_names and "unreduced" not in axis.state_names:
-            return False
-        length = axis.lengths[role.factor]
-        divides = length >= axis.n if uneven else length > 0 and length % axis.n == 0
-        return divides or _keeps(role, axis.states, "sharded")
-    if isinstance(role.label, Mode):
-        return "unreduced" in axis.state_names and _keeps(role, axis.states, "unreduced")
-    return role.label != "reduced" or "reduced" in axis.state_names
-
-
-def _keeps(role: Role, states: Sequence[AxisState], name: str) -> bool:
-    """Return True if some operand stays in a state of that name, or on a dim without a factor."""
-    pairs = [(src, dst) for src, dst in zip(states, role.operands, strict=True) if src.name == name]
-    return any(src == dst or (src.position < 0 and src[:2] == dst[:2]) for src, dst in pairs)
-
-
-def _can_become(src: AxisState, dst: AxisState, *, grad: bool) -> bool:
-    """Return True if a program makes the state change, and passes gradients where `grad` is set.
-
-    Unreduced `max` cannot become unreduced `sum`, nor the reverse. The neutral elements of a
-    maximum have no gradient.
-    """
-    if dst.name != "unreduced" or src == dst:
-        return True
-    kinds = {dst.kind, src.kind} if src.name == "unreduced" else {dst.kind}
-    return kinds <= set(LINEAR) or (src.name != "unreduced" and not grad)
-
-
 def _combined_cost(
     mesh: Mesh,
     topology: Topology,
     roles: Mapping[str, Role],
-    options: Sequence[_Option],
+    options: Sequence[AxisOption],
     specs: Sequence[Spec],
     layouts: OperandLayouts,
 ) -> tuple[float, bool, float]:
