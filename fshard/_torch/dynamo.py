@@ -29,7 +29,6 @@ from torch.utils._pytree import (
     tree_flatten,
     tree_leaves,
     tree_map,
-    tree_structure,
     tree_unflatten,
 )
 
@@ -143,8 +142,9 @@ def _while_loop(cond_fn: Function, body_fn: Function, carry: Tensors, others: Te
     while cond_fn(*carry, *others):
         tree = body_fn(*carry, *others)
         carry = tree_leaves(tree)
-    # Without an iteration only the body determines the tree of the flat tensors.
-    return tree_unflatten(carry, tree_structure(tree or body_fn(*carry, *others)))
+    if tree is None:  # the flat tensors of the start: its functions close over their tree
+        tree, _ = tree_unflatten(carry, getclosurevars(cond_fn).nonlocals["in_spec"])
+    return tree
 
 
 def _map(fn: Function, xs: Tensors, others: Tensors) -> Any:
