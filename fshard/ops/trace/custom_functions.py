@@ -26,6 +26,7 @@ from fshard._util.dtypes import is_inexact
 from fshard._util.errors import ShardingError, fail
 from fshard._util.text import one_line
 from fshard.ops.trace.checkpoints import CHECKPOINT_MARK
+from fshard.ops.trace.source_places import note_place
 from fshard.run.transports.divergence_report import raise_line
 
 
@@ -48,6 +49,7 @@ def _custom_gradient(
     used: list[int],
     materialized: bool,
     once: bool,
+    name: str,
 ) -> list[Tensor]:
     raise AssertionError("fshard::custom_gradient is for graphs alone")
 
@@ -61,6 +63,7 @@ def _(
     used: list[int],
     materialized: bool,
     once: bool,
+    name: str,
 ) -> list[Tensor]:
     return [torch.empty_like(x) for x in outputs]
 
@@ -84,12 +87,14 @@ class TracedBackward:
         materialized: True if outputs that are not used have cotangents of zeros, False if they have
             none: the other items of `used` are then the sets that the backward accepts.
         once: True if the backward is not differentiable.
+        name: name of the custom function, for errors.
     """
 
     backward: fx.GraphModule
     used: tuple[Used, ...]
     materialized: bool
     once: bool
+    name: str
     __name__ = "custom_gradient"
 
     def __call__(self, inputs: Any, outputs: Any, saved: Any) -> NoReturn:
@@ -328,7 +333,9 @@ def _with_backward(
             for i in indices
         ]
         cts, inputs = [*cotangents.values()], [args[i] for i in indices]
-        results = CUSTOM_GRADIENT(inputs, tied, cts, flat, [*gradients], materialized, once)
+        flags = materialized, once, cls.__name__
+        note_place()  # the operations before are those of the backward
+        results = CUSTOM_GRADIENT(inputs, tied, cts, flat, [*gradients], *flags)
     replaced = {id(x): y for x, y in zip(tied, results, strict=True)}
     if saved:  # autograd knows an output by its identity
         ctx.save_for_backward(*(replaced.get(id(x), x) for x in saved))

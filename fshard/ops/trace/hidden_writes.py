@@ -209,7 +209,7 @@ class _Memory:
         if has_inexact_value(target):
             value = self._call(torch.ops.aten.detach.default, value, like=value)
             cotangent = self._call(COTANGENT, value, like=value)
-            gradient = [before], [value], [cotangent], [cotangent], [1], True, False
+            gradient = [before], [value], [cotangent], [cotangent], [1], True, False, "x.data"
             tied = self.graph.call_function(CUSTOM_GRADIENT, gradient)
             tied.meta["val"] = [value.meta["val"].clone()]
             value = self._call(getitem, tied, 0, like=value)

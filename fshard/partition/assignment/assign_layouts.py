@@ -58,6 +58,7 @@ from fshard.partition.partitioned_call import PartitionedCall
 from fshard.program.cost.topology import Topology
 from fshard.program.program import Program
 from fshard.run.autograd.planned_gradient import OutputGradient
+from fshard.run.transports.base import Label
 
 NAN = float("nan")
 
@@ -316,8 +317,9 @@ class LayoutAssigner:
             used: self.backward_call(graph, [*compress(out_specs, used)], saved_specs, in_specs)
             for used, graph in graphs.items()
         }
+        label = Label(target.name, self.mesh, self.place)
         gradient = OutputGradient(calls, len(indices), len(outputs), tuple(sources),
-                                  target.materialized, target.once)  # fmt: skip
+                                  target.materialized, target.once, label)  # fmt: skip
         refs = [Ref(self.redistributed(x, spec)) for x, spec in zip(tied, specs, strict=True)]
         refs += [Ref(x.versions[x.spec]) for x, i in zip(read, sources, strict=True) if i is None]
         out, lines = self.assignment.new_value(), self.assignment.lines
@@ -335,12 +337,9 @@ class LayoutAssigner:
         """Add a call of a mapped function on operands with the layouts of its `in_specs`."""
         mesh = region.in_specs[0].mesh
         if mesh != self.mesh:
-            fail(
-                f"fs.partition: {region.__name__}",
-                f"a function mapped over {mesh}",
-                f"a mapped function must be mapped over the mesh of the partition, {self.mesh}",
-                f"mesh={self.mesh!r}, and specs that leave axes out",
-            )
+            fail(f"fs.partition: {region.__name__}", f"a function mapped over {mesh}",
+                 f"a mapped function must be mapped over the mesh of the partition, {self.mesh}",
+                 f"mesh={self.mesh!r}, and specs that leave axes out")  # fmt: skip
         refs = map(self.redistributed, inputs, region.in_specs)
         out, lines = self.assignment.new_value(), self.assignment.lines
         grads = tuple(x.grad for x in inputs)

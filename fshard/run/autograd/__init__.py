@@ -6,4 +6,5 @@
 - `planned_gradient`: values whose backward runs a planned function.
 - `replay`: recordings that are run, with their gradients and their events.
 - `replicate`: one invariant tensor to a tuple with one per rank and back.
+- `saved_values`: tensors that calls save for the backward pass.
 """

@@ -38,6 +38,7 @@ from fshard.layout.spec import Spec
 from fshard.plan.batch.coalesce import buckets, rounds
 from fshard.program.program import Program
 from fshard.run.autograd.max_min_gradient import extreme_gradient, linear_parts
+from fshard.run.autograd.saved_values import saved_tensors
 from fshard.run.bucketing import bucket_plans, launch_all
 from fshard.run.graphs.blocks import launch_on_blocks
 from fshard.run.interpreter import launch, program_label, program_text, ranks_of, run_on_shards
@@ -432,7 +433,7 @@ class _Extreme(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensors) -> None:
         ctx.op, ctx.on_shards, *xs = inputs
-        ctx.n, ctx.label = len(xs), backward_label()
+        ctx.n, ctx.label = len(xs), backward_label(LABEL.get())
         ctx.save_for_backward(*xs, *output)
         ctx.save_for_forward(*xs, *output)
 
@@ -464,7 +465,8 @@ def _ties(ctx: Any) -> tuple[Tensors, Tensors, ProgramGroup]:
 
     The program replicates cotangents; its transpose sums what the ranks hold of a tangent.
     """
-    xs, ys = ctx.saved_tensors[: ctx.n], ctx.saved_tensors[ctx.n :]
+    saved = saved_tensors(ctx)
+    xs, ys = saved[: ctx.n], saved[ctx.n :]
     op, on_shards = ctx.op, ctx.on_shards
     progs = zip(*map(extreme_gradient, op.progs), strict=True)
     count, replicate, replicate_grad = (op.with_programs(group) for group in progs)

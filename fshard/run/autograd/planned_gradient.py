@@ -20,7 +20,8 @@ from fshard._torch.functorch import (
 from fshard._util.errors import fail
 from fshard._util.tracebacks import hiding_frames
 from fshard.program.program import Program
-from fshard.run.transports.base import backward_phase, current_transport
+from fshard.run.autograd.saved_values import saved_tensors
+from fshard.run.transports.base import Label, backward_phase, current_transport
 from fshard.run.transports.divergence_report import backward_label
 
 Tensors = tuple[torch.Tensor, ...]
@@ -51,6 +52,7 @@ class OutputGradient:
         saved: for every saved tensor the index of the output that it is, None for another tensor.
         materialized: True if outputs that are not used have cotangents of zeros.
         once: True if the function is not differentiable.
+        label: name of the custom function, and the line that calls it.
     """
 
     calls: Mapping[tuple[bool, ...], PlannedBackward]
@@ -59,6 +61,7 @@ class OutputGradient:
     saved: tuple[int | None, ...]
     materialized: bool
     once: bool
+    label: Label
 
     @property
     def call(self) -> PlannedBackward:
@@ -96,7 +99,7 @@ class _Attach(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
         ctx.gradient, ctx.n, *xs = inputs
-        ctx.count, ctx.label = len(xs), backward_label()
+        ctx.count, ctx.label = len(xs), backward_label(ctx.gradient.label)
         ctx.set_materialize_grads(ctx.gradient.materialized)
         ctx.like = [(y.shape, y.dtype, y.device) for y in output]
         outputs = _grouped(output, ctx.n)
@@ -135,7 +138,7 @@ class _Attach(torch.autograd.Function):
 
 
 def _run_backward(ctx: Any, *grads: torch.Tensor) -> Sequence[Any]:
-    return _gradients(ctx, grads, ctx.saved_tensors)
+    return _gradients(ctx, grads, saved_tensors(ctx))
 
 
 def _gradients(ctx: Any, cts: Sequence[Any], saved: Sequence[torch.Tensor]) -> Sequence[Any]:
@@ -144,7 +147,8 @@ def _gradients(ctx: Any, cts: Sequence[Any], saved: Sequence[torch.Tensor]) -> S
     by_output = [cts[i : i + n] for i in range(0, len(cts), n)]
     used = tuple(any(ct is not None for ct in group) for group in by_output)
     if ctx.n is None and len(gradient.calls) > 1:
-        used = _used_on_any_rank(gradient, used, ctx.like[0][-1])
+        with backward_phase(ctx.label):
+            used = _used_on_any_rank(gradient, used, ctx.like[0][-1])
     if not any(used):
         return [None] * (gradient.inputs * n)
     call = gradient.calls.get(used)

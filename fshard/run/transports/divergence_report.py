@@ -129,12 +129,14 @@ def call_label(label: Label, frame: FrameType) -> Label:
 
 
 def backward_label(label: Label | None = None) -> Label | None:
-    """Return the label for the backward of a launch; None if nothing reads it.
+    """Return the label for the backward of a launch.
 
-    `label` is the launch's, by default that of the running one.
+    `label` is the launch's. By default it is the running one, or None if nothing reads it.
     """
-    label, checked = label or LABEL.get(), CHECKED.get()
-    if label is None or (checked is None and not is_simulated() and not is_observed()):
+    checked = CHECKED.get()
+    if label is None and (checked is not None or is_simulated() or is_observed()):
+        label = LABEL.get()
+    if label is None:
         return None
     label = call_label(label, sys._getframe(1))
     module = current_module() or label.module

@@ -21,7 +21,8 @@ from fshard._util.errors import Problem, fail, raise_if
 from fshard._util.tracebacks import hiding_frames
 from fshard.layout.mesh import Axes, Mesh
 from fshard.run.autograd.linear_function import Tensors, is_differentiated
-from fshard.run.transports.base import backward_phase, labelled
+from fshard.run.autograd.saved_values import saved_tensors
+from fshard.run.transports.base import LABEL, backward_phase, labelled
 from fshard.run.transports.divergence_report import backward_label
 from fshard.spmd.axis_env import resolve_axes
 from fshard.spmd.collectives.collective_plan import check_dim
@@ -179,7 +180,7 @@ class _GatherFunction(torch.autograd.Function):
             blocks[index] = block
             return product.step(block, index, *weights)
 
-        ctx.product, ctx.label = product, backward_label()
+        ctx.product, ctx.label = product, backward_label(LABEL.get())
         results = product.folded(tuple(x.detach() for x in xs), step)
         ctx.save_for_backward(*xs, *(blocks[i] for i in range(product.ring.n)))
         return results
@@ -188,7 +189,8 @@ class _GatherFunction(torch.autograd.Function):
     @hiding_frames
     def backward(ctx: Any, *grads: Tensor) -> Any:
         product, needs = ctx.product, ctx.needs_input_grad[1:]
-        xs, blocks = ctx.saved_tensors[: len(needs)], ctx.saved_tensors[len(needs) :]
+        saved = saved_tensors(ctx)
+        xs, blocks = saved[: len(needs)], saved[len(needs) :]
 
         def gradients(grads: Sequence[Tensor]) -> Sequence[Tensor | None]:
             if torch.is_grad_enabled():
@@ -333,14 +335,14 @@ class _ScatterFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, product: _ScatteredProduct, *xs: Tensor) -> Tensor:
-        ctx.product, ctx.label = product, backward_label()
+        ctx.product, ctx.label = product, backward_label(LABEL.get())
         ctx.save_for_backward(*xs)
         return product.reduced(tuple(x.detach() for x in xs), product.ring.launch)
 
     @staticmethod
     @hiding_frames
     def backward(ctx: Any, grad: Tensor) -> Any:
-        factors, needs = ctx.saved_tensors, ctx.needs_input_grad[1:]
+        factors, needs = saved_tensors(ctx), ctx.needs_input_grad[1:]
         with backward_phase(ctx.label):
             return None, *map_batch_elements(
                 lambda grads: ctx.product.gradients(grads[0], factors, needs), (grad,)

@@ -25,7 +25,8 @@ from fshard._util.tracebacks import hiding_frames
 from fshard.layout.mesh import Axes, Mesh
 from fshard.layout.tree import TreeDef, flatten, unflatten
 from fshard.run.autograd.linear_function import Tensors, is_differentiated
-from fshard.run.transports.base import backward_phase, labelled
+from fshard.run.autograd.saved_values import saved_tensors
+from fshard.run.transports.base import LABEL, backward_phase, labelled
 from fshard.run.transports.divergence_report import backward_label
 from fshard.spmd.axis_env import current_tracker, resolve_axes
 from fshard.spmd.collectives.ring import Leaves, Ring, ring_of, sizes_along
@@ -407,7 +408,7 @@ class _FoldFunction(torch.autograd.Function):
             y.view_as(y) if any(y is x for x in inputs) else unviewed(y) for y in results
         )
         ctx.mark_non_differentiable(*(y for y in results if not is_inexact(y)))
-        ctx.fold, ctx.label = fold, backward_label()
+        ctx.fold, ctx.label = fold, backward_label(LABEL.get())
         ctx.merged = [acc is not None for acc in saved or ()]
         kept = [x for acc in saved or () if acc is not None for x in acc]
         ctx.save_for_backward(*xs, *(results if fold.reads_result else ()), *kept)
@@ -419,7 +420,7 @@ class _FoldFunction(torch.autograd.Function):
         fold: RingFold = ctx.fold
         needs = ctx.needs_input_grad[1:]
         first, second = len(needs), fold.counts[0]
-        tensors = ctx.saved_tensors
+        tensors = saved_tensors(ctx)
         last = first + (second if fold.reads_result else 0)
         xs, results, kept = tensors[:first], tensors[first:last], iter(tensors[last:])
         saved = [tuple(next(kept) for _ in grads) if has else None for has in ctx.merged]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from random import Random
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import fshard as fs
 from fshard import Mesh, P
 from tests.helpers.custom_functions import CUSTOM_FUNCTIONS
-from tests.helpers.gloo.harness import run_ranks
+from tests.helpers.gloo.harness import Ranks, run_ranks
 from tests.helpers.ops.random_functions import RandomCase, Results
 from tests.helpers.ops.training_steps import in_place_step, layer_params
 from tests.helpers.spec_grid import message
@@ -134,6 +135,41 @@ def test_custom_functions() -> None:
     expected = [*map(custom, CUSTOM_FUNCTIONS), gradients_of_ranks((0, 1))]
     for results in run_ranks(2, custom_on_rank):
         torch.testing.assert_close(results, expected)
+
+
+def gradient_of_rank_0(check: Any) -> None:
+    """Use a result of a custom function on rank 0 alone, and take its gradient there."""
+    fs.init(MESH, timeout=60 if check else 2)
+    spec = fs.Spec(MESH, P("x"), shape=(4, 4))
+    part = fs.partition(ProductAndSine.apply, mesh=MESH, in_specs=(P("x"), P()))
+    w = torch.ones(4, 4, requires_grad=True)
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        product, _ = part((x, spec), w)
+        if torch.distributed.get_rank() == 0:
+            return torch.autograd.grad(product.local.sum(), w)[0]
+        return w.detach()
+
+    f = fs.shard_map(body, mesh=MESH, in_specs=P("x"), out_specs=P("x"), check=check)
+    f((torch.ones(2, 4), spec))
+
+
+@pytest.mark.parametrize("check", ["collectives", pytest.param(False, marks=pytest.mark.slow)])
+def test_rank_that_uses_no_result_of_a_custom_function_is_waited_for_by_its_name(
+    check: Any,
+) -> None:
+    with closing(Ranks(2, init=False)) as ranks:
+        waiting, returned = ranks.outcomes(gradient_of_rank_0, check)
+    assert returned.error is None
+    text = str(waiting.error)
+    start = gradient_of_rank_0.__code__.co_firstlineno
+    place = f"at {__file__}:{start + 10}, of the call at {__file__}:{start + 8}"
+    call = "backward of ProductAndSine over x: all_reduce"
+    if check:
+        assert f"rank 0 (x=0): waiting in {call}(max, torch.int32, (2,)) for [1] {place}" in text
+        assert "rank 1 (x=1): returned" in text
+    else:
+        assert text.startswith(f"{call} among the ranks (0, 1) did not end {place}\n")
 
 
 def experts(w: torch.Tensor, x: torch.Tensor, first: int = 0) -> torch.Tensor:
