@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NoReturn, get_args
 
@@ -41,7 +40,7 @@ from fshard.run.transports.base import (
     is_simulated,
     with_label,
 )
-from fshard.run.transports.divergence_report import call_line, rank_text
+from fshard.run.transports.divergence_report import deferred_label, rank_text
 from fshard.run.transports.reduce_dtypes import TensorFunction
 from fshard.run.transports.shape_only import is_abstract
 from fshard.run.transports.torch_distributed import wait_in_background
@@ -215,7 +214,7 @@ def _run_local(prog: Program, local: torch.Tensor, async_op: bool) -> Any:
     valid = (local.shape, local.dtype) == _input_of(prog, transport.rank)
     if not (valid and transport.accepts(local.device)):
         check_local_input(prog, local, transport, where)
-    label = replace(label, line=call_line()) if async_op else label
+    label = deferred_label(label) if async_op else label
     needs_grad = local.requires_grad and torch.is_grad_enabled()
     if async_op and local.requires_grad and not prog.is_linear:
         fail("prog(local, async_op=True)", f"a program with a maximum or minimum, {prog.src} -> "

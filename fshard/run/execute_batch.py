@@ -42,7 +42,7 @@ from fshard.run.transports.base import (
     labelled,
     with_label,
 )
-from fshard.run.transports.divergence_report import call_line
+from fshard.run.transports.divergence_report import deferred_label
 
 WHERE = "the batch"
 LeafTensors = list[Tensors]
@@ -87,8 +87,8 @@ def _launch_local(
         for x, prog in zip(leaves, op.progs, strict=True)
     ]
     locals_ = tuple(map_leaves(WHERE, names, checks))
-    line = call_line() if async_op else ""
-    label = Label(WHERE, op.mesh, line, arguments=program_text(*op.progs))
+    label = Label(WHERE, op.mesh, arguments=program_text(*op.progs))
+    label = deferred_label(label) if async_op else label
 
     def run(xs: Tensors) -> FinishAll:
         with labelled(label):

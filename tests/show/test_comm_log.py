@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import threading
 from collections import Counter
 from pathlib import Path
@@ -348,6 +350,28 @@ def test_equal_calls_are_merged_before_there_are_too_many(monkeypatch: pytest.Mo
     assert log.counts == {("all_gather", "tp"): 20}
 
 
+@pytest.mark.parametrize(
+    "copied",
+    [copy.copy, copy.deepcopy, lambda log: pickle.loads(pickle.dumps(log))],
+    ids=["copy", "deepcopy", "pickle"],
+)
+def test_copies_are_equal(copied: Any) -> None:
+    x = torch.ones(4, requires_grad=True)
+    with fs.comm_log() as log:
+        fs.shard_map(Model(), mesh=MESH, in_specs=P(), out_specs=P())(x).sum().backward()
+        fs.reshard(fs.shard(torch.ones(8), TWO, P("tp")), P())
+    again = copied(log)
+    assert again.to_dict(*FIELDS) == log.to_dict(*FIELDS)
+    assert again.backward.counts == log.backward.counts != {}
+
+
+def test_rows_of_forward_passes_come_first() -> None:
+    with fs.comm_log() as log:
+        for op, phase in (("a", "forward"), ("b", "backward"), ("c", "forward"), ("a", "backward")):
+            log._record(ObservedCall((Event(op, ("x",), 1, 0, phase),)))
+    assert [row[0] for row in log.table.rows] == ["a", "c", "b"]
+
+
 def test_boundary_is_apart_from_the_body() -> None:
     mapped = fs.shard_map(
         lambda x: fs.psum(x, "tp"), mesh=MESH, in_specs=P("dp"), out_specs=P("dp")
@@ -415,6 +439,28 @@ def test_backward_has_the_module_and_the_layouts_of_the_forward_call() -> None:
     counts = {row[0]: (row[1], row[3]) for row in rows_of(log.by("redistribution"))}
     assert counts["f32[4@tp,4] -> f32[4,4@tp]"] == ("1", "")
     assert counts["f32[4,4@tp] -> f32[4@tp,4]"] == ("", "1")
+
+
+class Gradients(torch.nn.Module):
+    """Module whose forward takes second derivatives of its submodules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Layer(), Layer()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        y = self.second(self.first(x).sin()).sin()
+        (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return torch.autograd.grad(grad.sum(), x)[0]
+
+
+def test_gradients_in_a_forward_have_the_module_of_the_differentiated_call() -> None:
+    mapped = fs.shard_map(Gradients(), mesh=MESH, in_specs=P(), out_specs=P(), check=False)
+    with fs.comm_log() as log:
+        mapped(torch.ones(4))
+    modules = {row[0]: row[3] for row in rows_of(log.by("module")) if row[3]}
+    assert set(modules) == {"Gradients.first", "Gradients.second"}
 
 
 def test_module_hooks_end_with_the_block() -> None:

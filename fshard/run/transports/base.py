@@ -15,7 +15,6 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
-from types import CodeType
 from typing import NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
@@ -337,7 +336,6 @@ class ObservedCall:
         label: the label of the call, None for one without.
         line: `file:line` of the call, "" if no frame is the user's.
         module: the path of the module whose forward made the call, "" if nothing records it.
-        code: the user's code that made the call, if it is a key of the call.
         transposed: the same of the call's gradient, once that was observed.
     """
 
@@ -345,7 +343,6 @@ class ObservedCall:
     label: Label | None = None
     line: str = ""
     module: str = ""
-    code: CodeType | None = None
     transposed: ObservedCall | None = None
 
 

@@ -128,6 +128,16 @@ def call_label(label: Label, frame: FrameType) -> Label:
     return cached[2]
 
 
+def deferred_label(label: Label) -> Label:
+    """Return the label for a later launch, with line and module of the call that runs.
+
+    It is `label` itself if nothing reads them.
+    """
+    if CHECKED.get() is None and not is_simulated() and not is_observed():
+        return label
+    return call_label(label, sys._getframe(1))
+
+
 def backward_label(label: Label | None = None) -> Label | None:
     """Return the label for the backward of a launch.
 
@@ -139,7 +149,7 @@ def backward_label(label: Label | None = None) -> Label | None:
     if label is None:
         return None
     label = call_label(label, sys._getframe(1))
-    module = current_module() or label.module
+    module = label.module or current_module()
     key = id(label), id(checked), module
     cached = _BACKWARD_LABELS.get(key)
     if cached is None:

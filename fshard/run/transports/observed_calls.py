@@ -34,11 +34,11 @@ LIBRARY_DEPTH = 6
 Frame objects of them would cost half a microsecond each.
 """
 
-_CALLS: BoundedDict[Hashable, ObservedCall] = BoundedDict()
-"""By launch, the user's code and instruction in it, label, module and phase.
+_CALLS: BoundedDict[Hashable, tuple[ObservedCall, CodeType | None]] = BoundedDict()
+"""By launch, the user's code and instruction in it, label, module and phase: the call and the code.
 
-Codes and labels are keys by their ids, since their hashes would take a microsecond; calls keep them
-alive.
+Codes and labels are keys by their ids, since their hashes would take a microsecond; values keep
+them alive.
 """
 
 
@@ -69,9 +69,7 @@ def notify(
     if OBSERVERS.get():
         launch, label = _single_launch(op, axes, nbytes, rank, dtype), LABEL.get()
         frame = sys._getframe() if label is None else _outer_frame()
-        if label is None or not label.line:
-            frame = user_frame(frame) or frame
-        notify_call(launch, frame)
+        notify_call(launch, frame if label is not None and label.line else user_frame(frame))
 
 
 @lru_cache(maxsize=CACHE_SIZE)
@@ -92,33 +90,32 @@ def _outer_frame() -> FrameType:
         return sys._getframe()
 
 
-def notify_call(launch: ObservedLaunch, frame: FrameType) -> ObservedCall:
+def notify_call(launch: ObservedLaunch, frame: FrameType | None) -> ObservedCall:
     """Call all observers for a launch, as one of the user's call, and return that call.
 
-    The call is searched from `frame` outwards. Every observed collective comes here: what forms the
-    key is read without Python functions.
+    The call is searched from `frame` outwards; None is no frame of the user's. Every observed
+    collective comes here: what forms the key is read without Python functions.
     """
     running, modules, backward = LABEL.get(), MODULES.get(), graph_task_id() != -1
     module = modules[-1][1] if modules else ""
-    code: CodeType | None = frame.f_code
-    instruction = frame.f_lasti
-    if running is not None and running.line:  # it says where the call was made
+    if frame is None or (running is not None and running.line):  # it says where the call was made
         code, instruction = None, 0
+    else:
+        code, instruction = frame.f_code, frame.f_lasti
     key = (
         launch, id(code), instruction, running and id(running), module, backward or PHASE.get(),
     )  # fmt: skip
-    call = _CALLS.get(key)
-    if call is None:
-        user = None if code is None else user_frame(frame)
-        if user is not None and user is not frame:
+    known = _CALLS.get(key)
+    if known is None:
+        user = user_frame(frame)
+        if user is not frame:
             return notify_call(launch, user)
         # A checkpoint recomputes forward collectives in the backward pass: they count there.
         events = launch.events["backward" if backward else PHASE.get()]
-        call = _CALLS[key] = _new_call(events, running or launch.label, module, user)
-        call.code = code
+        known = _CALLS[key] = _new_call(events, running or launch.label, module, user), code
     for observer in tuple(OBSERVERS.get()):
-        observer(call)
-    return call
+        observer(known[0])
+    return known[0]
 
 
 def _new_call(
@@ -149,4 +146,11 @@ def transposed_label(call: ObservedCall | None) -> Label | None:
     """Return the label for the gradient of an observed call, None without one."""
     if call is None or call.label is None:
         return None
-    return backward_label(replace(call.label, line=call.line, module=call.module))
+    return backward_label(_located_label(call))
+
+
+@lru_cache(maxsize=CACHE_SIZE)
+def _located_label(call: ObservedCall) -> Label:
+    """Return the label of a call, which it has, with the line and the module of the call."""
+    assert call.label is not None
+    return replace(call.label, line=call.line, module=call.module)

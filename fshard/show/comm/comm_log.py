@@ -85,14 +85,16 @@ class CommLog(TextAndHtml):
             self._calls[call] = 1
 
     def _merge(self) -> None:
-        """Count equal calls as one: they are several objects where a cache has removed some."""
-        equal: dict[Any, tuple[ObservedCall, int]] = {}
-        for call, n in self._calls.items():
-            key = call.events, origin_of(call)
-            first, count = equal.get(key, (call, 0))
-            equal[key] = first, count + n
-        self._calls.clear()
-        self._calls.update(equal.values())
+        """Count equal calls as one: they are several objects where a cache has removed some.
+
+        Other threads may record calls meanwhile.
+        """
+        first: dict[Any, ObservedCall] = {}
+        for call in list(self._calls):
+            same = first.setdefault((call.events, origin_of(call)), call)
+            if same is not call:
+                count = self._calls.pop(call, 0)
+                self._calls[same] += count
         self._limit = 2 * len(self._calls) + CACHE_SIZE
 
     @property

@@ -63,16 +63,17 @@ class Phase:
         self._calls, self._phases = calls, phases
 
     def _ranks(self) -> dict[int, dict[LoggedLaunch, list[int]]]:
-        """Return the number and the bytes of equal launches, by rank."""
+        """Return the number and the bytes of equal launches, by rank, in the order of phases."""
         ranks: defaultdict[int, dict[LoggedLaunch, list[int]]] = defaultdict(dict)
-        for call, n in dict(self._calls).items():
-            origin = origin_of(call)
-            for event in call.events:
-                if event.phase in self._phases:
-                    launch = LoggedLaunch(event.op, event.axes, event.dtype, origin)
-                    figures = ranks[event.rank].setdefault(launch, [0, 0])
-                    figures[0] += n
-                    figures[1] += n * event.nbytes
+        calls = [(origin_of(call), call.events, n) for call, n in dict(self._calls).items()]
+        for phase in self._phases:
+            for origin, events, n in calls:
+                for event in events:
+                    if event.phase == phase:
+                        launch = LoggedLaunch(event.op, event.axes, event.dtype, origin)
+                        figures = ranks[event.rank].setdefault(launch, [0, 0])
+                        figures[0] += n
+                        figures[1] += n * event.nbytes
         return ranks
 
     @property

@@ -49,7 +49,7 @@ from fshard.run.transports.base import (
     unobserved,
     with_label,
 )
-from fshard.run.transports.divergence_report import call_line
+from fshard.run.transports.divergence_report import deferred_label
 from fshard.run.transports.reduce_dtypes import TensorFunction
 from fshard.run.transports.shape_only import ShapeTransport, meta_as_real
 from fshard.spmd.axis_env import BoundAxes, current_axes, current_tracker
@@ -268,7 +268,7 @@ def _launch_transfers(
     op = _combine(tuple([transfer.op for transfer in transfers]))
     name = plan.name
     label = _label(plan, op, xs)
-    label = replace(label, line=call_line()) if ahead else label
+    label = deferred_label(label) if ahead else label
     needs_grad = torch.is_grad_enabled() and any(map(requires_grad, xs))
     if not needs_grad and not is_transformed():
         with labelled(label):

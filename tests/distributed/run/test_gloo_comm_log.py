@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -345,6 +346,91 @@ def threaded_logs() -> list[Any]:
 
 def test_logs_of_other_threads() -> None:
     assert_equal([[logs] for logs in run_ranks(2, threaded_logs)], ["a mapped function"])
+
+
+def lines_of(log: Log) -> set[str]:
+    return {row["line"] for row in (*log["forward"], *log["backward"])}
+
+
+def lines_after_threads() -> list[set[str]]:
+    """Return the lines of calls whose twins ran before in threads without code of the user's."""
+    fs.init(MESHES[0])
+    src = Spec(MESHES[0], P("i"), shape=(4,))
+    prog = fs.redistribute(src, src.replace(partition=P()))
+    x = torch.ones(2, requires_grad=True)
+    results = []
+    for _ in range(4):
+        first, second = (fs.all_gather(x, "i", mesh=MESHES[0]).sum() for _ in range(2))
+        with fs.comm_log() as log:
+            for call in (partial(prog, x), first.backward):
+                thread = threading.Thread(target=call)
+                thread.start()
+                thread.join()
+        results.append(lines_of(log.to_dict("line")))
+        with fs.comm_log() as log:
+            prog(x)
+            second.backward()
+        results.append(lines_of(log.to_dict("line")))
+    return results
+
+
+def test_lines_after_threads_without_user_code() -> None:
+    lines = {f"{__file__}:{line}" for *_, line in lines_after_threads.__code__.co_lines()}
+    for results in run_ranks(2, lines_after_threads):
+        for in_thread, in_main in zip(results[::2], results[1::2], strict=True):
+            assert in_thread == {""}
+            assert len(in_main) == 2
+            assert in_main <= lines
+
+
+class Started(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> Any:
+        return fs.start(fs.all_gather, x, "i", mesh=MESHES[0])
+
+
+class Waiting(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.started = Started()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.started(x).wait()
+        return y
+
+
+def started_logs() -> list[Log]:
+    fs.init(MESHES[0])
+    net, x = Waiting(), torch.ones(2, requires_grad=True)
+    return [log_of(lambda: net(x).sum().backward()) for _ in range(3)]
+
+
+def test_gradients_of_started_collectives_have_the_origin_of_the_start() -> None:
+    line = f"{__file__}:{Started.forward.__code__.co_firstlineno + 1}"
+    for logs_of_rank in run_ranks(2, started_logs):
+        for log in logs_of_rank:
+            for row in (*log["forward"], *log["backward"]):
+                assert (row["module"], row["line"]) == ("Waiting.started", line)
+
+
+def repeated_second_derivatives() -> list[int]:
+    """Return the number of distinct calls that a log holds after each of equal steps."""
+    fs.init(MESHES[0])
+    sizes = []
+    with fs.comm_log() as log:
+        for _ in range(8):
+            x = torch.ones(2, requires_grad=True)
+            y = fs.all_gather(x, "i", mesh=MESHES[0])
+            (grad,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
+            grad.sum().backward()
+            y = fs.all_gather(x, "i", mesh=MESHES[0])
+            torch.autograd.grad(y.flatten(), x, torch.eye(4), is_grads_batched=True)
+            sizes.append(len(log._calls))
+    return sizes
+
+
+def test_equal_steps_are_equal_calls() -> None:
+    for sizes in run_ranks(2, repeated_second_derivatives):
+        assert len(set(sizes[4:])) == 1
 
 
 def observed_on_one_rank() -> list[Any]:
