@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -149,8 +151,8 @@ def test_tensors_in_objects_and_leaked_tensors_are_refused() -> None:
         "  given: a result of mul is kept outside of the function\n"
         "  rule:  the function is traced once on tensors without values, which are of no use "
         "after it\n"
-        "  fix:   return it; a value that a module or a cache keeps is computed before, by a call "
-        "on global tensors"
+        "  fix:   return it; a value that a module or a cache keeps is removed there, and computed "
+        "before by a call on global tensors"
     )
     CACHE.clear()
     rule = "an argument's container must keep its tensors: a copy of it is traced"
@@ -195,6 +197,64 @@ def test_states_that_modules_keep_are_returned() -> None:
     for row in x[1:]:
         y, state = part(state, row)
         torch.testing.assert_close(y, plain(row))
+
+
+class Causal(torch.nn.Module):
+    """Layer that computes its mask when it is called first."""
+
+    mask: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.mask is None:
+            self.mask = torch.arange(1.0, 4.0)
+        return x * self.mask
+
+
+def test_constants_that_modules_keep_are_computed_before() -> None:
+    """The fix of the error runs."""
+    layer, x = Causal(), torch.randn(4, 3)
+    part = fs.partition(layer.forward, mesh=MESH, in_specs=P("dp"))
+    assert "a result of arange is kept outside of the function" in error_of(part, x)
+    layer.mask = None
+    assert torch.equal(layer(x), part(x))
+
+
+Weighted = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@pytest.fixture
+def weighted() -> Weighted:
+    """Return a function that keeps weights for calls of the same length or mask."""
+
+    @lru_cache(maxsize=2)
+    def weights(length: int, mask: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        return {"w": torch.arange(1.0, length + 1) if mask is None else mask.cumsum(0)}
+
+    return lambda x, mask: x * weights(len(x), mask)["w"] * weights(len(x), None)["w"]
+
+
+@pytest.mark.parametrize("takes_gradient", [False, True])
+def test_caches_of_functions_keep_no_traced_tensors(
+    weighted: Weighted, takes_gradient: bool
+) -> None:
+    def fn(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        y = weighted(x.sin(), mask)
+        # A function that takes gradients is traced twice.
+        return torch.autograd.grad(y.sum(), x, create_graph=True)[0] if takes_gradient else y
+
+    x = torch.randn(4, requires_grad=True)
+    for mask in torch.rand(2, 4):
+        actual, expected = fs.partition(fn, mesh=MESH, in_specs=P("dp"))(x, mask), fn(x, mask)
+        torch.testing.assert_close(actual, expected)
+        grads, right = (torch.autograd.grad(y.sin().sum(), x) for y in (actual, expected))
+        torch.testing.assert_close(grads, right)
+
+
+def test_caches_of_functions_that_fail_keep_no_traced_tensors(weighted: Weighted) -> None:
+    x, mask = torch.rand(4), torch.rand(4)
+    part = fs.partition(lambda x: x if weighted(x, x).sum() > 0 else -x, mesh=MESH)
+    assert "reads a tensor's values" in error_of(part, x)
+    torch.testing.assert_close(weighted(x, mask), x * mask.cumsum(0) * torch.arange(1.0, 5.0))
 
 
 class Last(torch.nn.Module):

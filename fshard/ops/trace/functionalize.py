@@ -7,6 +7,7 @@ cannot be values, since code outside the function or autograd would see them, ra
 
 from __future__ import annotations
 
+import functools
 import gc
 import operator
 import sys
@@ -237,6 +238,7 @@ class ClosureGuard(DispatchMode):
     """Mode that refuses writes to tensors that a traced function closes over.
 
     `check_leaks` refuses results that the function keeps outside, which have no values.
+    `clear_caches` empties the caches of `functools` that keep some.
     """
 
     def __init__(self) -> None:
@@ -255,9 +257,9 @@ class ClosureGuard(DispatchMode):
         refuse_sparse(out, base_name(func))
         before = {storage_address(x) for x in tensors_in((args, kwargs))}
         self.own |= {storage_address(x) for x in tensors_in(out)} - before
-        # A result without operands may be a constant, which the fake mode keeps.
-        self.results += [(weakref.ref(x), base_name(func)) for x in tensors_in(out)
-                         if before and isinstance(x, FakeTensor)]  # fmt: skip
+        if func is not torch.ops.aten.empty_strided.default:  # a constant, which the mode keeps
+            self.results += [(weakref.ref(x), base_name(func)) for x in tensors_in(out)
+                             if isinstance(x, FakeTensor)]  # fmt: skip
         return out
 
     def check_leaks(self, arguments: Sequence[torch.Tensor], where: str) -> None:
@@ -268,18 +270,43 @@ class ClosureGuard(DispatchMode):
         kept = self._alive(arguments) or _kept(arguments)
         if kept:
             gc.collect()  # reference cycles are not outside
+            self.clear_caches(arguments)
             kept = self._alive(arguments) or _kept(arguments)
         if not kept:
             return
         fail(where, f"{kept[0]} is kept outside of the function",
              "the function is traced once on tensors without values, which are of no use after it",
-             "return it; a value that a module or a cache keeps is computed before, by a call on "
-             "global tensors")  # fmt: skip
+             "return it; a value that a module or a cache keeps is removed there, and computed "
+             "before by a call on global tensors")  # fmt: skip
+
+    def clear_caches(self, arguments: Sequence[torch.Tensor] = ()) -> None:
+        """Clear each `functools.lru_cache` that keeps a result or one of `arguments`.
+
+        The function that it caches is called again where its value is needed.
+        """
+        traced = {id(x) for ref, _ in self.results if (x := ref()) is not None}
+        traced.update(map(id, arguments))
+        for x in gc.get_objects() if traced else ():
+            if type(x) is functools._lru_cache_wrapper and _contains(x, traced):
+                x.cache_clear()
 
     def _alive(self, arguments: Sequence[torch.Tensor]) -> list[str]:
         ids = {id(x) for x in arguments}
         results = ((ref(), name) for ref, name in self.results)
         return [f"a result of {name}" for x, name in results if x is not None and id(x) not in ids]
+
+
+def _contains(cache: Any, ids: set[int]) -> bool:
+    """Return True if a cache has one of the objects `ids` in a key or a value."""
+    seen, todo = set[int](), [cache]
+    while todo:
+        for x in gc.get_referents(todo.pop()):
+            if id(x) in ids:
+                return True
+            if isinstance(x, tuple | list | dict) and id(x) not in seen:
+                seen.add(id(x))
+                todo.append(x)
+    return False
 
 
 def _kept(arguments: Sequence[torch.Tensor]) -> list[str]:

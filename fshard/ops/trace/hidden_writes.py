@@ -44,7 +44,8 @@ def keep_gradients(
         grad: if gradients are tracked at the beginning of the graph.
 
     Returns:
-        The indices of the arguments written while gradients are tracked.
+        The indices of the arguments written while gradients are tracked, if values with gradients
+        are written or overwritten.
 
     Raises:
         ShardingError: for writes to tensors that the function closes over.
@@ -72,7 +73,7 @@ def keep_gradients(
             if target in statistics:
                 continue
             is_seen = is_tracked and _history(target) is memory[0]
-            tracked |= indices.get(memory[0], _NONE) if is_seen else _NONE
+            tracked |= indices.get(memory[0], _NONE) if is_seen and union else _NONE
             # Others than the tensor that a seen write is for have other gradients than its result.
             others = written - {memory[0]} if is_seen else written | {memory[0]}
             if (union or sources.get(memory[0])) and _are_read(memory, others, node, modes):
@@ -87,6 +88,22 @@ def keep_gradients(
     _undo_detach({x: n for n, targets in writers.items() for x in targets
                   if aliases(x)[0] not in misread})  # fmt: skip
     return tracked
+
+
+def copy_overwritten(graph: fx.GraphModule, tracked: Set[int]) -> None:
+    """Copy the arguments that are written with gradients; operations of `graph` read the copies.
+
+    The arguments get their new values after all operations, which may have saved the old ones for
+    their gradients. In eager PyTorch `x.mul_(y)` saves such a copy itself.
+    """
+    arguments = graph.graph.find_nodes(op="placeholder")
+    with graph.graph.inserting_after(arguments[-1]):
+        for x in [arguments[index] for index in sorted(tracked)]:
+            users = [*x.users]
+            copy = graph.graph.call_function(_CLONE, (x,))
+            copy.meta["val"] = x.meta["val"].clone()
+            for user in users:
+                user.replace_input_with(x, copy)
 
 
 def _undo_detach(writers: Mapping[fx.Node, fx.Node]) -> None:

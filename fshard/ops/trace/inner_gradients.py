@@ -159,6 +159,8 @@ class AboveAutograd(TraceMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
+        if func == GRAD_FN and not self._reaches(args[0]):
+            return None  # as modules read of their new parameters
         self.refuse(func, args, kwargs)
         note_place()
         # The casts of autocast are operations below it, as gradients are.
@@ -216,6 +218,8 @@ class BelowAutograd(TraceMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
+        if func == GRAD_FN and args[0].is_leaf:
+            return None
         self.refuse(func, args, kwargs)
         note_place()
         if func in READS and (values := self.read(func, args, kwargs)):

@@ -57,7 +57,7 @@ from fshard.ops.trace.functionalize import (
     functional,
     writes,
 )
-from fshard.ops.trace.hidden_writes import keep_gradients
+from fshard.ops.trace.hidden_writes import copy_overwritten, keep_gradients
 from fshard.ops.trace.inference import inference_without_grad
 from fshard.ops.trace.inner_gradients import (
     AboveAutograd,
@@ -159,12 +159,14 @@ def trace(
             `autograd.Function` while gradients are requested.
     """
     outer_levels: list[int | None] = [None]
+    guard = ClosureGuard()
     hidden = refuse_hidden_gradients(requires_grad, trace_depth, lambda: outer_levels[-1], where)
 
     def trace_with(mode: AboveAutograd | BelowAutograd) -> TracedFunction:
+        guard.clear_caches()  # of a trace that was given up
         is_above = isinstance(mode, AboveAutograd)
         with checkpoint_form(record_checkpoint if is_above else record_and_recompute):
-            return _trace(fn, metas, where, is_above, requires_grad, devices, mode, numbers)
+            return _trace(fn, metas, where, requires_grad, devices, mode, guard, numbers)
 
     def trace_once(*, outside: bool) -> TracedFunction:
         if above:
@@ -190,6 +192,9 @@ def trace(
             outer_levels.append(transform_level())
             traced = trace_once(outside=False)
             _check_constants(traced.graph, where)
+        except ShardingError:
+            guard.clear_caches()
+            raise
     graph = traced.graph
     graph.graph.eliminate_dead_code(is_impure_node=has_effects)
     extract_backwards(graph, where)
@@ -201,10 +206,9 @@ def trace(
 
 
 def _trace(
-    fn: Callable[..., Sequence[Any]], metas: Sequence[Meta], where: str, above: bool,
+    fn: Callable[..., Sequence[Any]], metas: Sequence[Meta], where: str,
     requires_grad: Sequence[bool], devices: Sequence[torch.device],
-    mode: AboveAutograd | BelowAutograd,
-    numbers: Sequence[int | float],
+    mode: AboveAutograd | BelowAutograd, guard: ClosureGuard, numbers: Sequence[int | float],
 ) -> TracedFunction:  # fmt: skip
     """Trace a function under a mode; dead code is not eliminated."""
     # Importing the tracer takes a second.
@@ -214,6 +218,7 @@ def _trace(
         with mode:
             return fn(*tensors)
 
+    above = isinstance(mode, AboveAutograd)
     written: tuple[int, ...] = ()
     tracked: frozenset[int] = frozenset()
     symbolic = SymbolicNumbers(numbers) if numbers else None
@@ -225,7 +230,7 @@ def _trace(
     ):  # fmt: skip
         fakes = _arguments(metas, devices, () if above else requires_grad)
         try:
-            with ClosureGuard() as guard, SavedTensors() as saved:
+            with guard, SavedTensors() as saved:
                 graph: fx.GraphModule = make_fx(run, pre_dispatch=above)(*fakes, *symbols)
             saved.undo_detach()
             filled = [i for i, fake in enumerate(fakes) if fake.is_leaf and fake.grad is not None]
@@ -242,6 +247,7 @@ def _trace(
                 _check_shapes(fakes, metas, where)
                 tracked = keep_gradients(graph, requires_grad, grad=torch.is_grad_enabled())
                 graph, written = functional(graph, fakes, symbols, above=above)
+                copy_overwritten(graph, tracked)
                 _check_functional(graph, where)
         except ShardingError:
             raise

@@ -198,6 +198,35 @@ def test_locals_of_arguments_are_written(fn: Callable[..., Any], layout: P) -> N
         locals_, (local for pair in pairs for local in pair.local), strict=True))  # fmt: skip
 
 
+def scaled(x: Tensor, y: Tensor) -> Tensor:
+    return y.mul_(x.cos()) + x
+
+
+def scaled_gradient(x: Tensor, y: Tensor) -> Tensor:
+    """Write an argument with a gradient; a function that takes gradients is traced otherwise."""
+    (grad,) = torch.autograd.grad(x.sin().sum(), x, create_graph=True)
+    return y.view(-1)[2:].div_(grad.flatten()[2:]).sin()
+
+
+@pytest.mark.parametrize("fn", [scaled, scaled_gradient], ids=lambda fn: fn.__name__)
+def test_values_that_are_overwritten_are_saved_for_gradients(fn: Callable[..., Tensor]) -> None:
+    x, y, right = sample(4, 4).requires_grad_(), sample(4, 4), sample(4, 4)
+    right.copy_(y)
+    actual, expected = fs.partition(fn, mesh=MESH, in_specs=P("dp"))(x, y), fn(x, right)
+    torch.testing.assert_close((actual, y), (expected, right))
+    grads, right_grads = (torch.autograd.grad(z.sin().sum(), x) for z in (actual, expected))
+    torch.testing.assert_close(grads, right_grads)
+
+
+def test_overwritten_values_without_gradients_are_not_copied() -> None:
+    def average(x: Tensor, m: Tensor) -> Tensor:
+        m.mul_(0.9).add_(x.detach(), alpha=0.1)
+        return x * 2
+
+    made = fs.partition(average, mesh=MESH).trace(sample(4).requires_grad_(), sample(4))
+    assert not [line for line in made.lines if "clone" in str(line)]
+
+
 def twice(p: Tensor, g: Tensor) -> None:
     with torch.no_grad():
         p.mul_(0.9)

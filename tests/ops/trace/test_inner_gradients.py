@@ -416,6 +416,42 @@ def test_view_that_requires_grad_is_traced() -> None:
     torch.testing.assert_close(*grads)
 
 
+def own_norm(x: Tensor) -> Tensor:
+    """Normalize by modules that are created within, whose parameters are values of the trace."""
+    return torch.nn.BatchNorm1d(4, dtype=x.dtype)(x) + torch.nn.LayerNorm(4, dtype=x.dtype)(x)
+
+
+def own_norm_step(x: Tensor) -> Tensor:
+    norm = torch.nn.LayerNorm(4, dtype=x.dtype)
+    (grad,) = torch.autograd.grad(norm(x).sin().sum(), norm.weight, create_graph=True)
+    return x * grad
+
+
+def drawn_layer(key: Tensor, x: Tensor) -> Tensor:
+    with fs.random.keyed(key):
+        return torch.nn.Linear(4, 4, dtype=x.dtype)(x)
+
+
+@pytest.mark.parametrize("fn", [own_norm, own_norm_step], ids=lambda fn: fn.__name__)
+def test_modules_are_created_within(fn: Callable[[Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+    actual, expected = fs.partition(fn, mesh=MESH, in_specs=P("dp"))(x), fn(x)
+    torch.testing.assert_close(actual, expected)
+    grads, right = (torch.autograd.grad(y.sin().sum(), x) for y in (actual, expected))
+    torch.testing.assert_close(grads, right)
+
+
+def test_parameters_drawn_within_need_a_key() -> None:
+    x = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+    part = fs.partition(lambda x: torch.nn.Linear(4, 4, dtype=x.dtype)(x), mesh=MESH)
+    with pytest.raises(fs.ShardingError, match=r"draws must be keyed(.|\n)*fs\.random\.keyed\(key"):
+        part(x)
+    key = fs.random.key(0)
+    part = fs.partition(drawn_layer, mesh=MESH, in_specs=(P(), P("dp")))  # the fix
+    torch.testing.assert_close(part(key, x), drawn_layer(key, x))
+
+
 def test_train_and_eval_of_a_module_are_noticed() -> None:
     module = torch.nn.BatchNorm1d(4).double()
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
