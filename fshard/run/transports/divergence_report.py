@@ -47,6 +47,8 @@ BACKWARD = "backward of "
 """Start of the name of a label in a backward pass."""
 Place = tuple[str, int]
 """A file and a line in it."""
+_OVERRIDES = ("__torch_function__", "__torch_dispatch__")
+"""Methods of modes and of tensors that run operations for the code that calls them."""
 _IS_USERS: dict[str, bool] = {}
 """By file, whether its frames are the user's: logs look it up for each collective."""
 _CALL_LABELS: BoundedDict[Hashable, tuple[Label, CodeType, Label]] = BoundedDict()
@@ -56,12 +58,15 @@ _BACKWARD_LABELS: BoundedDict[Hashable, tuple[Label, Transport | None, Label]] =
 
 
 def user_frame(frame: FrameType | None, end: FrameType | None = None) -> FrameType | None:
-    """Return the innermost frame, from `frame` outwards up to `end`, that is the user's."""
+    """Return the innermost frame, from `frame` outwards up to `end`, that is the user's.
+
+    A user's `__torch_function__` or `__torch_dispatch__` is passed over for the call it overrides.
+    """
     while frame is not end and frame is not None:
         known = _IS_USERS.get(frame.f_code.co_filename)
         if known is None:
             known = _IS_USERS[frame.f_code.co_filename] = is_users(frame)
-        if known:
+        if known and frame.f_code.co_name not in _OVERRIDES:
             return frame
         frame = frame.f_back
     return None
@@ -174,10 +179,11 @@ def raise_line(traceback: TracebackType | None) -> str:
     """Return ` at file:line` of the user's line that raised, or ""."""
     position = ""
     while traceback is not None:
-        if is_users(traceback.tb_frame):
-            file = traceback.tb_frame.f_code.co_filename
-            position = f" at {position_text(file, traceback.tb_lineno)}"
-        traceback = traceback.tb_next
+        code, inner = traceback.tb_frame.f_code, traceback.tb_next
+        overrides = position and inner is not None and code.co_name in _OVERRIDES
+        if is_users(traceback.tb_frame) and not overrides:
+            position = f" at {position_text(code.co_filename, traceback.tb_lineno)}"
+        traceback = inner
     return position
 
 
