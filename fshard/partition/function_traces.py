@@ -119,7 +119,10 @@ class FunctionTraces:
         signature: CallSignature, numbers: tuple[int, ...], repeats: tuple[int, ...],
     ) -> tuple[TracedFunction, TreeDef]:  # fmt: skip
         result_trees: list[TreeDef] = []
-        ArgSignature(self.fn).check(self.where, *unflatten(tree, leaves))
+        args, kwargs = unflatten(tree, leaves)
+        ArgSignature(self.fn).check(self.where, args, kwargs)
+        leaf_names = [*paths(args, "args"), *paths(kwargs, "kwargs")]
+        names = [name for name, meta in zip(leaf_names, metas, strict=True) if meta is not None]
         tensors = [meta for meta in metas if meta is not None]
         walk = self.python_state.walk
         recomputed = [] if walk is None else recomputed_weights(walk.objects)
@@ -149,7 +152,8 @@ class FunctionTraces:
         with refuse_draws(self.python_state.generators, self.where):
             traced = trace(flat, tensors, self.where, requires_grad=signature.requires_grad,
                            devices=signature.devices,
-                           numbers=[leaves[index] for index in numbers])  # fmt: skip
+                           numbers=[leaves[index] for index in numbers],
+                           names=[*names, *(leaf_names[index] for index in numbers)])  # fmt: skip
         for x in traced.read:
             self.read.setdefault(id(x), (x, version_of(x)))
         if self.last is not None and self.python_state.ignore_logs():

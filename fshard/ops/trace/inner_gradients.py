@@ -65,6 +65,10 @@ AUTOGRAD_CALLS = {
 """Calls of a function that takes gradients itself."""
 
 
+READ = "fshard_read"
+"""Attribute of an error with the function that raised it, and the nodes of its operands."""
+
+
 class TakesGradients(BaseException):
     """Raised by a function that takes gradients, uses `vmap` or autocast: it is traced below.
 
@@ -107,7 +111,8 @@ class TraceMode(TorchFunctionMode):
         """Run a function; raise `ShardingError` for arguments of windows that it refuses."""
         try:
             return _REPLACED.get(func, func)(*as_traced(func, args), **kwargs)
-        except Exception:
+        except Exception as error:
+            setattr(error, READ, (func, [*map(_node_of, tensors_in((args, kwargs)))]))
             problems = argument_problems(func, args, kwargs)
             if not problems:
                 raise

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from fshard._torch.fake_tensors import DataDependentOutputException, DynamicOutputShapeException
 from fshard._torch.module_state import conversions_by
 from fshard._util.errors import did_you_mean, fail
 from fshard._util.other_names import COLLECTIVES, NO_PROCESS_GROUP
-from fshard._util.text import one_line
-from fshard.ops.core.call import ValueDependentShapeError, sized_call
-from fshard.ops.trace.inner_gradients import is_itself
+from fshard._util.text import listing, one_line
+from fshard.ops.core.call import ValueDependentShapeError, base_name, name_of, sized_call
+from fshard.ops.trace.inner_gradients import READ, is_itself
 from fshard.run.transports.divergence_report import raise_line, user_line
 
 FOREIGN_RESULT = "argument of type: "
@@ -25,11 +25,15 @@ UNKNOWN_KEYWORD = "got an unexpected keyword argument '"
 """Words of Python and PyTorch before the name of a keyword that a function does not have."""
 
 
-def refuse_function(where: str, error: Exception) -> NoReturn:
-    """Raise `ShardingError` for a function that cannot be traced, with the user's line in it."""
+def refuse_function(where: str, error: Exception, names: Sequence[str]) -> NoReturn:
+    """Raise `ShardingError` for a function that cannot be traced, with the user's line in it.
+
+    `names` are those of the arguments.
+    """
     place, cause = f"{where}{raise_line(error.__traceback__)}", one_line(error)
     if isinstance(error, DataDependentOutputException):
-        cause = f"{error.func} reads a tensor's values"
+        func, nodes = getattr(error, READ, (error.func, ()))
+        cause = f"{name_of(func)} reads a tensor's values{_sources(nodes, names)}"
     elif isinstance(error, DynamicOutputShapeException):
         fail(place, f"{error.func} returns a shape that depends on a tensor's values",
              "the function is traced once on tensors without values, of the global shapes",
@@ -66,9 +70,27 @@ def refuse_function(where: str, error: Exception) -> NoReturn:
              "numpy() on them")  # fmt: skip
     fail(place, cause,
          "the function is traced once on tensors without values, of the global shapes",
-         "torch.where instead of masks and branches on values, no .item(), "
-         "counts by one_hot; buffers and constants that it reads closed over, not as arguments; "
-         "validate_args=False of a distribution with a covariance")  # fmt: skip
+         "torch.where instead of masks and branches on values, counts by one_hot; checks before "
+         "the call, and numbers as arguments, int(n.max()); buffers and constants that it reads "
+         "closed over; no random branches, as encoder_layerdrop=0.0; validate_args=False of a "
+         "distribution with a covariance")  # fmt: skip
+
+
+def _sources(nodes: Sequence[fx.Node | None], names: Sequence[str]) -> str:
+    """Return a clause with the arguments and draws that values depend on, "" if there are none."""
+    seen, todo = dict[fx.Node, None](), [node for node in nodes if node is not None]
+    while todo:
+        node = todo.pop()
+        if node not in seen:
+            seen[node] = None
+            todo += node.all_input_nodes
+    arguments = next((node.graph.find_nodes(op="placeholder") for node in seen), ())
+    sources = [name for x, name in zip(arguments, names, strict=False) if x in seen]
+    sources += [f"a draw of {base_name(x.target)}" for x in seen
+                if torch.Tag.nondeterministic_seeded in getattr(x.target, "tags", ())]  # fmt: skip
+    if not sources:
+        return ""
+    return f", which depend on {listing(sources, len(sources), sources[-1], 3)}"
 
 
 def _fails_in_forward_mode(error: Exception) -> bool:

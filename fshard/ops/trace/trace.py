@@ -140,7 +140,7 @@ class TracedFunction:
 def trace(
     fn: Callable[..., Sequence[Any]], metas: Sequence[Meta], where: str, *, above: bool = True,
     requires_grad: Sequence[bool] = (), devices: Sequence[torch.device] = (),
-    numbers: Sequence[int | float] = (),
+    numbers: Sequence[int | float] = (), names: Sequence[str] = (),
 ) -> TracedFunction:  # fmt: skip
     """Trace a function of tensors that returns a flat list.
 
@@ -153,6 +153,7 @@ def trace(
             itself is always recorded below them.
         requires_grad: for every argument, if its gradient is requested.
         devices: for every argument its device, as the function sees it.
+        names: names of the arguments in errors, those of `numbers` last.
 
     Raises:
         ShardingError: if the function fails, reads values of a tensor, or calls a custom
@@ -166,7 +167,8 @@ def trace(
         guard.clear_caches()  # of a trace that was given up
         is_above = isinstance(mode, AboveAutograd)
         with checkpoint_form(record_checkpoint if is_above else record_and_recompute):
-            return _trace(fn, metas, where, requires_grad, devices, mode, guard, numbers)
+            return _trace(fn, metas, where, requires_grad, devices, mode, guard, numbers,
+                          names)  # fmt: skip
 
     def trace_once(*, outside: bool) -> TracedFunction:
         if above:
@@ -209,6 +211,7 @@ def _trace(
     fn: Callable[..., Sequence[Any]], metas: Sequence[Meta], where: str,
     requires_grad: Sequence[bool], devices: Sequence[torch.device],
     mode: AboveAutograd | BelowAutograd, guard: ClosureGuard, numbers: Sequence[int | float],
+    names: Sequence[str],
 ) -> TracedFunction:  # fmt: skip
     """Trace a function under a mode; dead code is not eliminated."""
     # Importing the tracer takes a second.
@@ -252,7 +255,7 @@ def _trace(
         except ShardingError:
             raise
         except Exception as error:  # noqa: BLE001 - it is the user's function that ran
-            refuse_function(where, error)
+            refuse_function(where, error, names)
     return TracedFunction(graph, written, tracked if above else frozenset(),
                           symbolic.condition() if symbolic else None,
                           tuple(mode.closures))  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -162,6 +163,39 @@ def test_constants_are_read(fn: Callable[[Tensor], Tensor]) -> None:
 def test_other_reads_are_refused(fn: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(fs.ShardingError, match="reads a tensor's values"):
         fs.partition(fn, mesh=MESH)(torch.ones(4))
+
+
+def first(x: Tensor, options: dict[str, Any]) -> Tensor:
+    return (x * 2)[:, : int(options["lengths"].max()) + options["more"]]
+
+
+def skips(x: Tensor, options: dict[str, Any]) -> Tensor:
+    return x if torch.rand([]) < 0.5 else -x
+
+
+def test_values_that_are_read_are_named() -> None:
+    x, lengths = torch.ones(2, 4), torch.tensor([1, 3])
+    options = {"lengths": lengths, "more": 0.5}
+    cases = [(first, "__int__", "args[1]['lengths']"), (skips, "__bool__", "a draw of rand")]
+    for fn, read, source in cases:
+        given = f"  given: {read} reads a tensor's values, which depend on {source}\n"
+        with pytest.raises(fs.ShardingError) as caught:
+            fs.partition(fn, mesh=MESH)(x, options)
+        assert given in str(caught.value)
+    part = fs.partition(lambda xs: xs[0] if sum(xs).sum() > 0 else -xs[0], mesh=MESH)
+    given = r"depend on args\[0\]\[0\], args\[0\]\[1\], args\[0\]\[2\], … args\[0\]\[4\] \(5 in all"
+    with pytest.raises(fs.ShardingError, match=given):
+        part([*torch.ones(5, 2, 4)])
+
+
+def test_values_to_read_are_closed_over_or_numbers() -> None:
+    """Fixes of the error run."""
+    x, lengths = torch.rand(2, 4), torch.tensor([1, 3])
+    expected = first(x, {"lengths": lengths, "more": 0})
+    closed_over = fs.partition(lambda x: first(x, {"lengths": lengths, "more": 0}), mesh=MESH)
+    torch.testing.assert_close(closed_over(x), expected)
+    part = fs.partition(lambda x, n: (x * 2)[:, :n], mesh=MESH)
+    torch.testing.assert_close(part(x, int(lengths.max())), expected)
 
 
 def test_values_of_closures_are_read_and_guarded() -> None:
