@@ -126,7 +126,7 @@ def test_branch_on_an_argument_is_refused(operands: tuple[Tensor, Tensor]) -> No
         mesh=MESH, in_specs=(ROWS, REPLICATED),
     )  # fmt: skip
     with pytest.raises(
-        fs.ShardingError, match=r"reads a tensor's values\n.*\n  fix:   torch.where"
+        fs.ShardingError, match=r"reads a tensor's values, which.*\n.*\n  fix:   torch.where"
     ):
         part(*operands)
 
