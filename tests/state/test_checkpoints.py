@@ -12,7 +12,7 @@ import time
 import zlib
 from collections import OrderedDict, deque, namedtuple
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -31,7 +31,8 @@ from fshard.layout.tree import flatten
 from fshard.state.checkpoints import saving, shard_files, shard_reader
 from fshard.state.checkpoints.checkpoint_index import CheckpointIndex, index_checksum
 from fshard.state.checkpoints.shard_reader import ShardReader
-from tests.helpers.gloo.harness import run_ranks
+from tests.helpers.gloo.harness import RankDied, Ranks, run_ranks
+from tests.helpers.spec_grid import message
 from tests.helpers.strategies import specs
 
 safetensors = pytest.importorskip("safetensors")
@@ -380,6 +381,36 @@ def test_ranks_save_often_and_no_rank_waits_for_another_that_failed(tmp_path: Pa
 
 
 # -- crashes ---------------------------------------------------------------------------------
+
+
+def kill_while_saving(directory: str, victim: int, async_op: bool) -> None:
+    """Kill a rank before it reports its file: the others wait for it no longer."""
+    mesh = Mesh(x=3)
+    fs.init(mesh)
+    tree = {"x": fs.shard(torch.zeros(6), mesh, P("x"))}
+    if torch.distributed.get_rank() == victim:
+        vars(saving)["write_file"] = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    fs.state.save(directory, tree, async_op=async_op).wait()
+
+
+@pytest.mark.parametrize(("victim", "async_op"), [(0, False), (1, True)])
+def test_rank_that_is_killed_while_it_saves_is_named(
+    victim: int, async_op: bool, tmp_path: Path
+) -> None:
+    fs.state.save(tmp_path, {"before": True})
+    with closing(Ranks(3)) as ranks:
+        done = ranks.outcomes(kill_while_saving, str(tmp_path), victim, async_op)
+    assert isinstance(done.pop(victim).error, RankDied)
+    expected = message(
+        "fs.state.save",
+        f"the process of rank {victim} ended before the checkpoint in {tmp_path} was complete; "
+        "the one that was there before is unchanged",
+        "every rank must run until its save has ended",
+        f"look at the output of rank {victim}",
+    )
+    assert [str(outcome.error) for outcome in done] == [expected] * 2
+    assert fs.state.load(tmp_path) == {"before": True}
+
 
 SAVER = """
 import sys, torch, fshard as fs

@@ -15,6 +15,7 @@ import json
 import os
 import select
 import socket
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -107,11 +108,15 @@ class ProcessWatch:
         self.is_local: dict[int, bool] = {}
         """True for a rank of this machine, once its address is known."""
         self.gone: set[int] = set()
+        self.lock = threading.Lock()  # a save waits for ranks in a thread of its own
         _closer(self, self.connections)
 
     def ended(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """Return those of `ranks` whose processes have ended, and watch all from now on."""
-        ranks = tuple(ranks)
+        with self.lock:
+            return self._ended(tuple(ranks))
+
+    def _ended(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
         for rank in ranks:
             if rank not in self.is_local:
                 with suppress(RuntimeError):  # the store does not answer

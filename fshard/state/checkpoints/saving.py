@@ -12,12 +12,12 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakValueDictionary
 
 import torch
@@ -28,7 +28,9 @@ from fshard.layout.mesh import Mesh
 from fshard.layout.sharded import Sharded
 from fshard.layout.tree import flatten, leaf_names, plain_containers
 from fshard.layout.validation import check_plain_tensor
-from fshard.run.transports.base import current_transport, is_simulated
+from fshard.run.transports.base import current_transport, is_simulated, own_transport
+from fshard.run.transports.process_end import ProcessWatch
+from fshard.run.transports.torch_distributed import ProcessWorld
 from fshard.spmd.collectives.permutations import pbroadcast
 from fshard.state.checkpoints.checkpoint_index import (
     INDEX,
@@ -52,6 +54,7 @@ from fshard.state.parameters import by_leaf
 SUFFIX = ".safetensors"
 POLL_SECONDS = 0.02
 WHERE = "fs.state.save"
+UNCHANGED = "  the checkpoint that was there before is unchanged"
 
 
 def save(
@@ -102,6 +105,7 @@ def save(
     by_leaf(WHERE, tree, _check_tensor, leaves)
     plan = SavePlan.of(leaves, getattr(transport, "all_ranks", None))
     own = plan.ranks if transport is None else (transport.rank,)
+    watch = _watch_of(plan.ranks[0])
     save_id = _agree_on_id(root, plan.ranks, None if transport is None else transport.rank)
     stored = [
         StoredTensor(name, tuple(leaf.shape), leaf.dtype, tuple(
@@ -111,7 +115,8 @@ def save(
         for index, (name, leaf) in enumerate(zip(names, leaves, strict=True))
     ]  # fmt: skip
     reporters = plan.writers if transport is None else plan.ranks
-    writer = _Writer(root, save_id, plan, reporters, plain_containers(tree, stored), timeout)
+    tree = plain_containers(tree, stored)
+    writer = _Writer(root, save_id, plan, reporters, tree, timeout, watch)
     tensors = {
         rank: {
             _key(names[index], offsets): as_stored(local, copy=async_op)
@@ -148,6 +153,15 @@ def _key(name: str, offsets: Sequence[int]) -> str:
     return f"{name}@{','.join(map(str, offsets))}" if any(offsets) else name
 
 
+def _watch_of(first: int) -> ProcessWatch | None:
+    """Return this process's connections to the others, one to the first rank among them."""
+    world = own_transport()
+    if not isinstance(world, ProcessWorld):
+        return None
+    world.listener.watch.ended((first,))  # now: it may keep the store that has its address
+    return world.listener.watch
+
+
 def _agree_on_id(root: Path, ranks: Sequence[int], rank: int | None) -> str:
     """Create the directory, and return a text that no other save has, equal on every rank.
 
@@ -182,6 +196,8 @@ class _Writer:
     Attributes:
         reporters: ranks that report: all processes, so that none is left behind at an older save.
         tree: the tree with a `StoredTensor` for every tensor, without checksums.
+        timeout: seconds that ranks wait for each other.
+        watch: the connections to the other processes, None if there are none.
     """
 
     root: Path
@@ -190,20 +206,29 @@ class _Writer:
     reporters: Sequence[int]
     tree: Any
     timeout: float
+    watch: ProcessWatch | None
 
     def write(
         self, rank: int, tensors: Mapping[str, torch.Tensor], advance: Callable[[int], None]
     ) -> None:
         """Write the file of one rank and a report of it; the report of a failure, if it fails."""
-        try:
+        with self._reporting_failure(rank):
             size, checksums = 0, dict[str, int]()
             if rank in self.plan.writers:
                 path = self.root / _file(self.save_id, rank)
                 size, checksums = write_file(path, tensors, advance)
             self._report(rank, {"bytes": size, "crc32": checksums})
+
+    @contextmanager
+    def _reporting_failure(self, rank: int) -> Iterator[None]:
+        """Report an error in the block to the other ranks."""
+        try:
+            yield
         except BaseException as error:
+            text = f"{WHERE}: rank {rank} failed: {type(error).__name__}: {error}\n{UNCHANGED}"
             with suppress(OSError):
-                self._report(rank, {"error": f"{type(error).__name__}: {error}"})
+                shared = isinstance(error, ShardingError)
+                self._report(rank, {"error": str(error) if shared else text})
             raise
 
     def _report(self, rank: int, content: Any) -> None:
@@ -214,7 +239,8 @@ class _Writer:
 
     def publish(self) -> None:
         """Wait for the reports of all ranks, replace the index, and remove files unused before."""
-        reports = {rank: self._await(rank) for rank in self.reporters}
+        with self._reporting_failure(self.plan.ranks[0]):
+            reports = {rank: self._await(rank) for rank in self.reporters}
         checksums = {
             (_file(self.save_id, rank), key): crc32
             for rank, report in reports.items()
@@ -239,29 +265,44 @@ class _Writer:
 
     def await_index(self) -> None:
         """Wait until the first rank has replaced the index."""
-        deadline = time.monotonic() + self.timeout
+        deadline, first = time.monotonic() + self.timeout, self.plan.ranks[0]
         while time.monotonic() < deadline:
+            ended = self._has_ended(first)
             with suppress(OSError, ValueError, KeyError):
                 if json.loads((self.root / INDEX).read_text())["id"] == self.save_id:
                     return
             for rank in self.plan.ranks:
                 self._read_report(rank)
+            if ended:
+                self._fail_without(first)
             time.sleep(POLL_SECONDS)
         fail(WHERE, f"no index of this save in {self.root} within {self.timeout:g} s",
              "the first rank must write the index within the timeout",
-             f"look at the error of rank {self.plan.ranks[0]}; timeout= waits longer")  # fmt: skip
+             f"look at the error of rank {first}; timeout= waits longer")  # fmt: skip
 
     def _await(self, rank: int) -> Any:
         """Return the report of a rank; raise `ShardingError` if it failed or is late."""
         deadline = time.monotonic() + self.timeout
         while time.monotonic() < deadline:
+            ended = self._has_ended(rank)  # before the read: it may report and end
             report = self._read_report(rank)
             if report is not None:
                 return report
+            if ended:
+                self._fail_without(rank)
             time.sleep(POLL_SECONDS)
         fail(WHERE, f"no file of rank {rank} in {self.root} within {self.timeout:g} s",
              "every rank must write its file within the timeout",
              f"look at the error of rank {rank}; timeout= waits longer")  # fmt: skip
+
+    def _has_ended(self, rank: int) -> bool:
+        return self.watch is not None and bool(self.watch.ended((rank,)))
+
+    def _fail_without(self, rank: int) -> NoReturn:
+        fail(WHERE, f"the process of rank {rank} ended before the checkpoint in {self.root} was "
+             "complete; the one that was there before is unchanged",
+             "every rank must run until its save has ended",
+             f"look at the output of rank {rank}")  # fmt: skip
 
     def _read_report(self, rank: int) -> Any:
         """Return the report of a rank, None before there is one; raise if it failed."""
@@ -270,10 +311,7 @@ class _Writer:
         except (OSError, ValueError):
             return None
         if "error" in report:
-            raise ShardingError(
-                f"{WHERE}: rank {rank} failed: {report['error']}\n"
-                "  the checkpoint that was there before is unchanged"
-            )
+            raise ShardingError(report["error"])
         return report
 
     def _unused(self) -> list[Path]:
