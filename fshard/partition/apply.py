@@ -62,7 +62,7 @@ from fshard.program.cost.topology import Topology
 from fshard.program.program_arguments import as_topology
 from fshard.run.autograd.replicate import replicate_shards
 from fshard.run.creation import rank_on_mesh
-from fshard.run.execute import check_tuple
+from fshard.run.execute import check_pair
 from fshard.run.graphs.graph_node import graph_node
 from fshard.spmd.tracking.torch_effects import Action, effect_of
 
@@ -242,8 +242,8 @@ def _as_pairs(
         if isinstance(arg, torch.Tensor):
             spec = _replicated(mesh, arg.shape, arg.dtype)
             return Sharded(replicate_shards(arg, mesh.size) if simulated else arg, spec)
-        local = check_tuple(arg.local, arg.spec.mesh, "fs.apply") if simulated else arg.local
-        return Sharded(local, arg.spec)
+        check_pair(arg, where)
+        return Sharded(tuple(arg.local) if simulated else arg.local, arg.spec)
 
     return (*map_call(placed, named, (Sharded, torch.Tensor), as_checked), mesh, simulated)
 

@@ -20,6 +20,7 @@ from fshard.layout.spec import Spec
 from fshard.layout.tree import opaque_problem
 from fshard.ops.core.call import instances_in
 from fshard.plan.redistribute import redistribute
+from fshard.run.execute import check_pair
 from fshard.run.global_tensors import local_view, shard
 
 CPU = torch.device("cpu")
@@ -225,7 +226,14 @@ def leaf_spec(
         mesh: the mesh of the function.
         problems: a list to extend.
     """
-    tensor = leaf.spec if isinstance(leaf, Sharded) else leaf
+    tensor = leaf
+    if isinstance(leaf, Sharded):
+        tensor = leaf.spec
+        try:
+            check_pair(leaf, name)
+        except ShardingError as error:
+            problems += located(name, error, "in_specs")
+            return None
     if not isinstance(tensor, torch.Tensor | Spec):
         opaque = opaque_problem(tensor, name)
         problems += [] if opaque is None else [opaque]

@@ -74,7 +74,6 @@ class RepeatedCall(NamedTuple):
                 if arg.layout is not torch.strided:
                     return None
                 tensor = arg
-                key += (arg.shape, arg.dtype)
             elif kind in CONSTANTS or (kind in LISTS and {*map(type, arg)} <= CONSTANTS):
                 key.append(freeze(arg))
                 continue
@@ -82,6 +81,7 @@ class RepeatedCall(NamedTuple):
                 return None
             if type(tensor) not in TENSORS:
                 return None
+            key += (tensor.shape, tensor.dtype)
             places.append(place)
             tensors.append(tensor)
             grad = grad or tensor.requires_grad

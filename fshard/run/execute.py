@@ -16,6 +16,7 @@ from fshard._util.cache import CACHE_SIZE
 from fshard._util.errors import Problem, fail, raise_if
 from fshard._util.hooks import Hook
 from fshard.layout.mesh import Mesh
+from fshard.layout.sharded import Sharded
 from fshard.layout.spec import Spec
 from fshard.layout.tree import is_pair
 from fshard.program.program import Program, run_program_hook
@@ -323,6 +324,15 @@ def check_local(local: torch.Tensor, spec: Spec, transport: Transport, where: st
     expected = spec.local_shape(transport.rank)
     if local.shape != expected or local.dtype != spec.dtype:
         raise_if(where, [_mismatch(local.shape, local.dtype, spec, [transport.rank])])
+
+
+def check_pair(pair: Sharded, where: str) -> None:
+    """Raise `ShardingError` unless a pair's local, or all ranks', have the shapes of its spec."""
+    local, transport = pair.local, current_transport()
+    if not isinstance(local, torch.Tensor):
+        check_shards(local, pair.spec, where)
+    elif transport is not None:
+        check_local(local, pair.spec, transport, where)
 
 
 def check_shards(local: Any, spec: Spec, where: str) -> tuple[torch.Tensor, ...]:
