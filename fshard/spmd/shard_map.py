@@ -64,7 +64,10 @@ def shard_map(
     insert it, once for each tensor. With `check=False` nothing sums the ranks' parts: a simulation
     raises where they differ, and under torchrun every rank keeps its part. Tensors that the
     function closes over, a module's parameters for example, are differentiated as arguments with
-    `P()`.
+    `P()`. To the checks an `autograd.Function` is an operation of its rank: the gradient of an
+    invariant result is summed already when its backward gets it, and `fs.psum` of it there would
+    multiply it, as in JAX. Megatron's copy to the tensor-parallel region, of which the backward is
+    an all-reduce, is such a function: `fs.pcast` takes its place, or `check=False` keeps it.
 
     Values that the host reads off varying tensors (`if`, `.item()`) are allowed: once all ranks
     have read some, results that must be equal are compared by value. If gradients are taken, ranks
