@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -445,6 +446,17 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     fs.state.save(tmp_path, {"done": True})
     assert fs.state.load(tmp_path) == {"done": True}
     assert [path.name for path in tmp_path.iterdir()] == ["index.json"]
+
+
+def test_files_of_an_ended_process_on_another_machine_may_be_seen_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch: Any = SimpleNamespace(ended=lambda ranks: ranks, is_local={0: True, 1: False})
+    plan: Any = SimpleNamespace(ranks=(0, 1), writers=())
+    writer = saving._Writer(tmp_path, "save", plan, (0, 1), {}, 100, watch)
+    assert [writer._has_ended(rank) for rank in (0, 1)] == [True, False]
+    monkeypatch.setattr(saving, "STALE_SECONDS", 0.0)
+    assert writer._has_ended(1)
 
 
 # -- bad files -------------------------------------------------------------------------------

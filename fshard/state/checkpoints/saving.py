@@ -14,7 +14,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Thread
 from typing import Any, NoReturn
@@ -53,6 +53,8 @@ from fshard.state.parameters import by_leaf
 
 SUFFIX = ".safetensors"
 POLL_SECONDS = 0.02
+STALE_SECONDS = 60.0
+"""Time until a file of another machine is seen: network file systems cache directories."""
 WHERE = "fs.state.save"
 UNCHANGED = "  the checkpoint that was there before is unchanged"
 
@@ -198,6 +200,7 @@ class _Writer:
         tree: the tree with a `StoredTensor` for every tensor, without checksums.
         timeout: seconds that ranks wait for each other.
         watch: the connections to the other processes, None if there are none.
+        ended_since: the time at which this process noticed the end of another.
     """
 
     root: Path
@@ -207,6 +210,7 @@ class _Writer:
     tree: Any
     timeout: float
     watch: ProcessWatch | None
+    ended_since: dict[int, float] = field(default_factory=dict)
 
     def write(
         self, rank: int, tensors: Mapping[str, torch.Tensor], advance: Callable[[int], None]
@@ -296,7 +300,11 @@ class _Writer:
              f"look at the error of rank {rank}; timeout= waits longer")  # fmt: skip
 
     def _has_ended(self, rank: int) -> bool:
-        return self.watch is not None and bool(self.watch.ended((rank,)))
+        """Return True if a process has ended, and this one would see the files that it wrote."""
+        if self.watch is None or not self.watch.ended((rank,)):
+            return False
+        since = self.ended_since.setdefault(rank, time.monotonic())
+        return self.watch.is_local[rank] or time.monotonic() - since > STALE_SECONDS
 
     def _fail_without(self, rank: int) -> NoReturn:
         fail(WHERE, f"the process of rank {rank} ended before the checkpoint in {self.root} was "
