@@ -63,6 +63,19 @@ def _backward(x: torch.Tensor, axes: Any, _: Any) -> torch.Tensor:
     return torch.autograd.grad(y.sum(), x)[0]
 
 
+def _started(x: torch.Tensor, axes: Any, _: Any) -> torch.Tensor:
+    first, second = fs.start(fs.psum, x, axes), fs.start(fs.all_gather, x, axes)
+    return second.wait().sum(0) + first.wait()
+
+
+def _step(x: torch.Tensor, axes: Any, _: Any) -> torch.Tensor:
+    spec = fs.Spec(MESH, P(axes), shape=(SIZE * x.shape[0],), dtype=x.dtype)
+    part = fs.partition(lambda w, x: w * x, mesh=MESH, in_specs=(P(), P(axes)), out_specs=P(axes))
+    w = torch.ones(spec.shape, dtype=x.dtype, requires_grad=True)
+    y = part((w, spec.replace(partition=P())), (x, spec))
+    return torch.autograd.grad(y.local.sum(), w)[0]
+
+
 def _large(x: torch.Tensor, axes: Any, _: Any) -> torch.Tensor:
     return fs.psum(x.repeat(2**18), axes)
 
@@ -80,6 +93,8 @@ COLLECTIVES: dict[str, Callable[[torch.Tensor, Any, Any], torch.Tensor]] = {
     "ragged_all_to_all": _ragged,
     "a program": _program,
     "a backward": _backward,
+    "started": _started,
+    "a partitioned step": _step,
 }
 
 
@@ -245,7 +260,7 @@ class Row:
         return all(
             who.search(text) is not None
             and ("fault_cases.py:" in text or text.startswith("ShardingError: fs."))
-            and ("fs." in text or "the program to" in text)
+            and any(name in text for name in ("fs.", "the program to", "a partitioned function"))
             for _, _, text in self.reports.values()
         )
 
