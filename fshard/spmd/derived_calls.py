@@ -100,7 +100,9 @@ class DerivedCall(RankCall):
             with axes, collecting():
                 if record:  # a rank's graph begins here, not in the caller's
                     inputs, ys = self.graph(rank.index, tuple([x.detach() for x in xs]))
-                    return inputs, tuple(map(primal_of, ys))
+                    outputs = tuple(map(primal_of, ys))
+                    order_nodes(outputs, ys)  # they are views in forward mode
+                    return inputs, outputs
                 _, function = self.linear(rank.index, xs[:width], create_graph=False)
                 return (), function(xs[width:])
 

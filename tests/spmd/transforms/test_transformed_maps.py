@@ -418,3 +418,28 @@ def test_hooks_of_gradients_with_tangents_are_refused() -> None:
     for transform in ("jvp of grad", "hessian"):
         with pytest.raises(ShardingError, match="forward mode goes around gradients"):
             OVER_GRADIENTS[transform](mapped, x)
+
+
+@pytest.mark.parametrize("busy", range(3))
+def test_ranks_whose_threads_have_counted_other_nodes_agree_on_an_order(busy: int) -> None:
+    """Autograd numbers nodes per thread; results in forward mode are views, nodes of their own."""
+    mesh = fs.Mesh(x=3)
+
+    def add_nodes() -> None:
+        x = torch.ones(1, requires_grad=True)
+        for _ in range(500 * (int(fs.axis_index("x", mesh=mesh)) == busy)):
+            x = x * 1
+
+    def permuted(x: torch.Tensor) -> torch.Tensor:
+        return fs.ppermute(x, "x", [(i, i) for i in range(3)]).tanh()
+
+    def third_order(f: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        total = lambda x: torch.func.vmap(f)(torch.stack([x, x.cos()])).tanh().sum()  # noqa: E731
+        product = lambda x: (torch.func.hessian(total)(x) @ x).tanh().sum()  # noqa: E731
+        result: torch.Tensor = torch.func.grad(product)(torch.arange(1.0, 4, dtype=torch.float64))
+        return result
+
+    fs.simulate(mesh, add_nodes)
+    mapped = fs.shard_map(permuted, mesh=mesh, in_specs=P(), out_specs=P("x"))
+    expected = third_order(lambda x: torch.cat([x.tanh()] * 3))
+    torch.testing.assert_close(third_order(mapped), expected, rtol=1e-10, atol=1e-10)
