@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -37,6 +37,7 @@ from fshard.run.transports.simulator import run_ranks
 from fshard.spmd.closure_inputs import GradientHook, gradients_within
 from fshard.spmd.mesh_scope import Scope
 
+T = TypeVar("T")
 Locals = tuple[torch.Tensor, ...]
 RankFunction = Callable[[int, Locals], Locals]
 """A rank and its locals to its results."""
@@ -307,8 +308,25 @@ class RecordedCall(RankCall):
         return self.batches[level]
 
     def duals(self, level: int, width: int) -> Duals | None:
-        """Return the call that has run in forward mode at a level."""
-        return self.forward.get(level)
+        """Return the call that has run in forward mode at a level, with or without inner levels."""
+        if level in self.forward:
+            return self.forward[level]
+        for inner in self.forward.values():
+            outer = inner.call.duals(level, len(inner.inputs))
+            if outer is not None:  # nothing reads the inner tangents: their inputs stand for them
+                n, call = len(inner.inputs), outer.call.root.without_inner_tangents()
+                places = [inner.inputs[i % n] % width + i // n * width for i in outer.inputs]
+                return Duals(call, tuple(places))
+        return None
+
+    def without_inner_tangents(self) -> RecordedCall:
+        """Return the call in forward mode without the tangents of an inner level."""
+        graphs = self.graphs and [(xs, _without_inner(ys)) for xs, ys in self.graphs]
+        batches = {}
+        for level, batch in self.batches.items():
+            call, outputs = batch.call.root.without_inner_tangents(), _without_inner(batch.outputs)
+            batches[level] = Batches(call, batch.inputs, outputs)
+        return replace(self, graphs=graphs, batches=batches, forward={}, primal=None)
 
     def with_tangents(
         self, level: int, columns: Sequence[int], levels: Sequence[int | None], *, has_inner: bool
@@ -352,6 +370,12 @@ class RecordedCall(RankCall):
         )  # fmt: skip
         self.forward[level] = Duals(call, inputs)
         return call
+
+
+def _without_inner(outputs: tuple[T, ...]) -> tuple[T, ...]:
+    """Return the values and their outer tangents, of these and of inner tangents with theirs."""
+    n = len(outputs) // 4
+    return outputs[:n] + outputs[2 * n : 3 * n]
 
 
 def check_forward_mode(graphs: Sequence[Graph]) -> None:

@@ -443,3 +443,32 @@ def test_ranks_whose_threads_have_counted_other_nodes_agree_on_an_order(busy: in
     mapped = fs.shard_map(permuted, mesh=mesh, in_specs=P(), out_specs=P("x"))
     expected = third_order(lambda x: torch.cat([x.tanh()] * 3))
     torch.testing.assert_close(third_order(mapped), expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("outer", ["tangent", "value"])
+@pytest.mark.parametrize("batched", [False, True])
+def test_constants_of_reverse_mode_have_tangents_at_two_levels(outer: str, batched: bool) -> None:
+    """The value of an inner `jvp` has outer tangents too, of what `no_grad` makes a constant."""
+
+    def body(x: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = x.cos() * y
+        return x * scale
+
+    def derivative(f: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        def gradient(x: Tensor) -> Tensor:
+            y, back = vjp(f, x, x.sin())
+            return torch.stack(back(y.square())).sum(0)
+
+        def second(x: Tensor) -> Tensor:
+            both = vmap(gradient)(torch.stack([x, x + 1])).sum(0) if batched else gradient(x)
+            return vjp(lambda z: z * gradient(z), x)[1](both)[0]
+
+        def inner(x: Tensor) -> Tensor:
+            return jvp(second, (x,), (x.cos(),))[outer == "tangent"]
+
+        x = torch.linspace(-1, 1, 4, dtype=torch.float64)
+        return jvp(inner, (x,), (x.exp(),))[1]
+
+    mapped = fs.shard_map(body, mesh=MESH, in_specs=P(*MESH.axes[:1]), out_specs=P(*MESH.axes[:1]))
+    torch.testing.assert_close(derivative(mapped), derivative(body), rtol=1e-10, atol=1e-10)
