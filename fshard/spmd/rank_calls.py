@@ -314,19 +314,36 @@ class RecordedCall(RankCall):
         for inner in self.forward.values():
             outer = inner.call.duals(level, len(inner.inputs))
             if outer is not None:  # nothing reads the inner tangents: their inputs stand for them
-                n, call = len(inner.inputs), outer.call.root.without_inner_tangents()
+                n, call = len(inner.inputs), outer.call.root
                 places = [inner.inputs[i % n] % width + i // n * width for i in outer.inputs]
-                return Duals(call, tuple(places))
+                return Duals(call.without_inner_tangents(self.num_outputs), tuple(places))
         return None
 
-    def without_inner_tangents(self) -> RecordedCall:
-        """Return the call in forward mode without the tangents of an inner level."""
-        graphs = self.graphs and [(xs, _without_inner(ys)) for xs, ys in self.graphs]
-        batches = {}
+    def without_inner_tangents(self, n: int) -> RecordedCall:
+        """Return the call in forward mode without the tangents of the innermost level.
+
+        The first `n` outputs are values, the next ones their tangents of this level, and so on.
+        """
+
+        def kept(outputs: tuple[T, ...]) -> tuple[T, ...]:
+            return tuple(y for i, y in enumerate(outputs) if i // n % 2 == 0)
+
+        batches, forward = {}, {}
         for level, batch in self.batches.items():
-            call, outputs = batch.call.root.without_inner_tangents(), _without_inner(batch.outputs)
-            batches[level] = Batches(call, batch.inputs, outputs)
-        return replace(self, graphs=graphs, batches=batches, forward={}, primal=None)
+            call = batch.call.root.without_inner_tangents(n)
+            batches[level] = Batches(call, batch.inputs, kept(batch.outputs))
+        for level, duals in self.forward.items():
+            forward[level] = Duals(duals.call.root.without_inner_tangents(n), duals.inputs)
+        graphs = self.graphs and [(xs, kept(ys)) for xs, ys in self.graphs]
+        return replace(self, graphs=graphs, batches=batches, forward=forward, primal=None)
+
+    @property
+    def num_outputs(self) -> int:
+        """The number of a rank's outputs in the run, which may have been one on batches."""
+        call = self
+        while call.graphs is None:
+            call = next(iter(call.batches.values())).call.root
+        return len(call.graphs[0][1])
 
     def with_tangents(
         self, level: int, columns: Sequence[int], levels: Sequence[int | None], *, has_inner: bool
@@ -370,12 +387,6 @@ class RecordedCall(RankCall):
         )  # fmt: skip
         self.forward[level] = Duals(call, inputs)
         return call
-
-
-def _without_inner(outputs: tuple[T, ...]) -> tuple[T, ...]:
-    """Return the values and their outer tangents, of these and of inner tangents with theirs."""
-    n = len(outputs) // 4
-    return outputs[:n] + outputs[2 * n : 3 * n]
 
 
 def check_forward_mode(graphs: Sequence[Graph]) -> None:
