@@ -313,7 +313,8 @@ class RecordedCall(RankCall):
             return self.forward[level]
         for inner in self.forward.values():
             outer = inner.call.duals(level, len(inner.inputs))
-            if outer is not None:  # nothing reads the inner tangents: their inputs stand for them
+            if outer is not None:
+                # Nothing reads the inner tangents: each is given as the input that it is one of.
                 n, call = len(inner.inputs), outer.call.root
                 places = [inner.inputs[i % n] % width + i // n * width for i in outer.inputs]
                 return Duals(call.without_inner_tangents(self.num_outputs), tuple(places))

@@ -94,7 +94,7 @@ def notify_call(launch: ObservedLaunch, frame: FrameType | None) -> ObservedCall
     """Call all observers for a launch, as one of the user's call, and return that call.
 
     The call is searched from `frame` outwards; None is no frame of the user's. Every observed
-    collective comes here: what forms the key is read without Python functions.
+    collective comes here, so that the parts of the key are read without functions of Python.
     """
     running, modules, backward = LABEL.get(), MODULES.get(), graph_task_id() != -1
     module = modules[-1][1] if modules else ""

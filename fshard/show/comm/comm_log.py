@@ -47,7 +47,7 @@ class CommLog(TextAndHtml):
     (1, 8)
     """
 
-    __slots__ = ("_blocks", "_calls", "_limit", "_raw", "backward", "forward")
+    __slots__ = ("_all", "_blocks", "_calls", "_limit", "_raw", "backward", "forward")
 
     def __init__(self, *, raw: bool = False) -> None:
         self._raw, self._blocks = raw, list[ExitStack]()
@@ -55,6 +55,7 @@ class CommLog(TextAndHtml):
     def __enter__(self) -> Self:
         self._calls, self._limit = dict[ObservedCall, int](), CACHE_SIZE
         self.forward, self.backward = Phase(self._calls, "forward"), Phase(self._calls, "backward")
+        self._all = Phase(self._calls, "forward", "backward")
         stack = ExitStack()
         self._blocks.append(stack)
         stack.enter_context(observe(self._record))
@@ -67,7 +68,7 @@ class CommLog(TextAndHtml):
         self._blocks.pop().close()
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name in ("forward", "backward", "_calls"):
+        if name in ("forward", "backward", "_all"):
             fail(
                 "fs.comm_log()",
                 "counts of a log without a block",
@@ -96,11 +97,6 @@ class CommLog(TextAndHtml):
                 count = self._calls.pop(call, 0)
                 self._calls[same] += count
         self._limit = 2 * len(self._calls) + CACHE_SIZE
-
-    @property
-    def _all(self) -> Phase:
-        """The launches of both phases."""
-        return Phase(self._calls, "forward", "backward")
 
     @property
     def counts(self) -> Counter[Key]:

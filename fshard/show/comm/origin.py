@@ -39,10 +39,9 @@ class Origin(NamedTuple):
 def origin_of(call: ObservedCall) -> Origin:
     """Return the origin of an observed call; backward the line and module are the forward's."""
     label = call.label
-    name, arguments, ends = (
-        ("", "", ()) if label is None else (label.name, label.arguments, label.ends)
-    )
-    return Origin(name, arguments, ends, call.module, call.line)
+    if label is None:
+        return Origin("", "", (), call.module, call.line)
+    return Origin(label.name, label.arguments, label.ends, call.module, call.line)
 
 
 def tracked_modules() -> AbstractContextManager[None]:

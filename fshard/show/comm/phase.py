@@ -51,20 +51,32 @@ class LoggedLaunch(NamedTuple):
         return self.origin.line
 
 
+Ranks = dict[int, dict[LoggedLaunch, list[int]]]
+"""Number and bytes of equal launches, by rank."""
+
+
 class Phase:
     """Launches and bytes of one phase, per operation and axes, of the busiest rank.
 
     Operations that did not run count 0. It reads the calls that a log counts, also later ones.
     """
 
-    __slots__ = ("_calls", "_phases")
+    __slots__ = ("_calls", "_grouped", "_phases")
 
     def __init__(self, calls: Mapping[ObservedCall, int], *phases: str) -> None:
         self._calls, self._phases = calls, phases
+        self._grouped: tuple[int, Ranks] = 0, {}
 
-    def _ranks(self) -> dict[int, dict[LoggedLaunch, list[int]]]:
-        """Return the number and the bytes of equal launches, by rank, in the order of phases."""
-        ranks: defaultdict[int, dict[LoggedLaunch, list[int]]] = defaultdict(dict)
+    def _ranks(self) -> Ranks:
+        """Return equal launches by rank; they are grouped again if there are more than before."""
+        total = sum(list(self._calls.values()))
+        if total != self._grouped[0]:
+            self._grouped = total, self._group()
+        return self._grouped[1]
+
+    def _group(self) -> Ranks:
+        """Return equal launches by rank, in the order of phases."""
+        ranks: Ranks = defaultdict(dict)
         calls = [(origin_of(call), call.events, n) for call, n in dict(self._calls).items()]
         for phase in self._phases:
             for origin, events, n in calls:
