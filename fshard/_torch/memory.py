@@ -45,6 +45,10 @@ class FlatBuffer:
 
     def __init__(self, xs: Sequence[torch.Tensor]) -> None:
         sizes = [x.numel() for x in xs]
+        # glibc returns free memory above twice the largest mapped block that was ever freed. After
+        # this one, the gradients that are copied into the buffer and freed in every step are not
+        # returned: to map their pages anew takes a tenth of a step.
+        torch.empty(sum(sizes), dtype=xs[0].dtype, device=xs[0].device)
         self.flat = torch.empty(sum(sizes), dtype=xs[0].dtype, device=xs[0].device)
         parts = self.flat.split(sizes)
         self.views = [part.view(x.shape) for part, x in zip(parts, xs, strict=True)]

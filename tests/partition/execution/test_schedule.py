@@ -155,18 +155,22 @@ def test_memory_of_a_bucket_is_used_again_once_its_gradients_are_freed() -> None
                 torch.testing.assert_close(grad, want, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(("width", "buckets"), [(256, [1, 2]), (1024, [3, 8])])
-def test_gradients_are_split_into_buckets_by_their_startup(width: int, buckets: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("width", "buckets"), [(256, [[16], [6, 10]]), (1024, [[3, 5, 5, 3], [2, 3, 3, 3, 3, 2]])]
+)
+def test_gradients_are_split_into_buckets_by_their_startup(
+    width: int, buckets: list[list[int]]
+) -> None:
     params = [torch.empty(width, width, device="meta", requires_grad=True) for _ in range(16)]
-    for topology, count in zip((fs.Topology.node(), fs.Topology.cpu_host()), buckets, strict=True):
+    for topology, counts in zip((fs.Topology.node(), fs.Topology.cpu_host()), buckets, strict=True):
         part = fs.partition(large_chain, mesh=MESH, in_specs=(P(), P("x")), topology=topology)
         schedule = part.trace(params, torch.empty(8, width, device="meta")).schedule
         launches = [line for line in schedule if isinstance(line, LaunchBatch)]
         # 4 and 64 MiB, at most 25 in a bucket; a startup takes as long as 30 MB on a node,
-        # and 0.7 MB on a host.
-        assert len(launches) == count
+        # and 0.7 MB on a host. The first bucket, the last one to be reduced, is smaller.
+        assert [len(line.sources) for line in launches] == counts
         # Nothing overlaps with a single one.
-        assert [line.waits for line in launches] == [count == 1] * count
+        assert [line.waits for line in launches] == [len(counts) == 1] * len(counts)
 
 
 def test_coalesced_gradients_of_simulated_ranks() -> None:
@@ -200,8 +204,9 @@ def test_sharded_parameters_are_gathered_one_bucket_ahead() -> None:
     schedule = part.trace(params, x).schedule
     kinds = {LaunchBatch: "L", WaitBatch: "W", Operation: "."}
     order = "".join([kinds.get(type(line), "") for line in schedule])
-    # A bucket has 8 MiB, two parameters. The next one is launched before the last is waited for.
-    assert order == "LLW....LW....W....."
+    # The first bucket has one parameter of 4 MiB, others have two, and the last one has what is
+    # left. The next one is launched before the last is waited for.
+    assert order == "LLW..LW....LW....W..."
 
 
 @pytest.mark.parametrize(("width", "count"), [(128, 1), (512, 4)])
