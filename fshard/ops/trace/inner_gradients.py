@@ -48,6 +48,7 @@ from fshard.ops.trace.functionalize import base_of, written_operands
 from fshard.ops.trace.fused_updates import FUSED_STEPS
 from fshard.ops.trace.inference import as_traced
 from fshard.ops.trace.source_places import note_place
+from fshard.ops.trace.traced_positions import TracedPositions
 from fshard.ops.trace.unread_values import WITHOUT_READS
 from fshard.run.transports.divergence_report import user_line
 from fshard.spmd.closure_inputs import graph_leaves
@@ -100,6 +101,10 @@ class TraceMode(TorchFunctionMode):
         self.where, self.needed, self.requires_grad = where, requires_grad, any(requires_grad)
         self.closures: list[torch.Tensor] = []
         self.outside = outside
+        self.positions = TracedPositions(
+            lambda func, *args: self.__torch_function__(func, (), args, {}),  # type: ignore[no-untyped-call]
+            self.read,
+        )
 
     def read(self, func: Any, args: Sequence[Any], kwargs: Any) -> tuple[Any, ...]:
         """Return the value that a function reads of constants, in a tuple, or ()."""
@@ -109,8 +114,11 @@ class TraceMode(TorchFunctionMode):
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a function; raise `ShardingError` for arguments of windows that it refuses."""
+        self.positions.refresh(tensors_in((args, kwargs)))
         try:
-            return _REPLACED.get(func, func)(*as_traced(func, args), **kwargs)
+            out = _REPLACED.get(func, func)(*as_traced(func, args), **kwargs)
+            self.positions.put_back()
+            return out
         except Exception as error:
             setattr(error, READ, (func, [*map(_node_of, tensors_in((args, kwargs)))]))
             problems = argument_problems(func, args, kwargs)
@@ -177,6 +185,8 @@ class AboveAutograd(TraceMode):
         if func in READS and (values := self.read(func, args, kwargs)):
             return values[0]
         func, args, kwargs = with_known_sizes(func, args, kwargs or {}, self.read)
+        if (replaced := self.positions.replaced(func, args, kwargs)) is not None:
+            return replaced()
         out = self.run(func, args, kwargs)
         if func == torch.Tensor.requires_grad.__get__ and not out:  # type: ignore[attr-defined]
             return torch.is_grad_enabled() and is_inexact(args[0]) and self._reaches(args[0])
@@ -230,6 +240,8 @@ class BelowAutograd(TraceMode):
         if func in READS and (values := self.read(func, args, kwargs)):
             return values[0]
         func, args, kwargs = with_known_sizes(func, args, kwargs or {}, self.read)
+        if (replaced := self.positions.replaced(func, args, kwargs)) is not None:
+            return replaced()
         is_untracked = self.tracked and not torch.is_grad_enabled() and not changes_shape(func)
         if is_untracked and effect_of(func).action not in _UNTRACKED:
             return self._without_gradients(func, args, kwargs)

@@ -23,6 +23,18 @@ FOREIGN_RESULT = "argument of type: "
 """Beginning of the error of `torch.fx` for a result that a graph cannot have."""
 UNKNOWN_KEYWORD = "got an unexpected keyword argument '"
 """Words of Python and PyTorch before the name of a keyword that a function does not have."""
+TRACED_ONCE = "the function is traced once on tensors without values, of the global shapes"
+_POSITION = (
+    "x[i] in place of x[int(i)]; torch.stack(xs)[i] of a list; numbers as arguments, int(n.max())"
+)
+_SLICE = "x.narrow(dim, i, length) in place of x[i : i + length]"
+_ROLL = "x.index_select(dim, (torch.arange(n) - i) % n)"
+_AT_POSITIONS: dict[Any, str] = {
+    torch.Tensor.__int__: _POSITION, torch.Tensor.__index__: _POSITION,
+    torch.Tensor.__getitem__: _SLICE, torch.Tensor.__setitem__: _SLICE,
+    torch.roll: _ROLL, torch.Tensor.roll: _ROLL,
+}  # fmt: skip
+"""Functions that take positions as numbers, with calls that take tensors."""
 
 
 def refuse_function(where: str, error: Exception, names: Sequence[str]) -> NoReturn:
@@ -34,9 +46,10 @@ def refuse_function(where: str, error: Exception, names: Sequence[str]) -> NoRet
     if isinstance(error, DataDependentOutputException):
         func, nodes = getattr(error, READ, (error.func, ()))
         cause = f"{name_of(func)} reads a tensor's values{_sources(nodes, names)}"
+        if func in _AT_POSITIONS:
+            fail(place, cause, TRACED_ONCE, _AT_POSITIONS[func])
     elif isinstance(error, DynamicOutputShapeException):
-        fail(place, f"{error.func} returns a shape that depends on a tensor's values",
-             "the function is traced once on tensors without values, of the global shapes",
+        fail(place, f"{error.func} returns a shape that depends on a tensor's values", TRACED_ONCE,
              f"{sized_call(error.func)}; or fs.shard_map within the function, whose body runs on "
              "locals; fs.apply(op, pair, mode=\"auto\") runs one on unsharded values",
              ValueDependentShapeError)  # fmt: skip
@@ -68,8 +81,7 @@ def refuse_function(where: str, error: Exception, names: Sequence[str]) -> NoRet
         fail(place, cause, "the function is traced once on tensors of the global shapes",
              COLLECTIVES if is_collective else "check that it runs on global tensors, and calls no "
              "numpy() on them")  # fmt: skip
-    fail(place, cause,
-         "the function is traced once on tensors without values, of the global shapes",
+    fail(place, cause, TRACED_ONCE,
          "torch.where instead of masks and branches on values, counts by one_hot; checks before "
          "the call, and numbers as arguments, int(n.max()); buffers and constants that it reads "
          "closed over; no random branches, as encoder_layerdrop=0.0; validate_args=False of a "

@@ -38,6 +38,7 @@ from fshard._util.errors import Problem, ShardingError, fail, raise_if
 from fshard.layout.mesh import Axes, as_axes
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec, is_placements
+from fshard.layout.tree import tensors_in
 from fshard.ops.core.cache_keys import freeze, unfreeze_call
 from fshard.ops.core.call import (
     Meta,
@@ -219,7 +220,9 @@ def _trace(
 
     def run(*tensors: torch.Tensor) -> Sequence[Any]:
         with mode:
-            return fn(*tensors)
+            results = fn(*tensors)
+            mode.positions.refresh(tensors_in(results))
+            return results
 
     above = isinstance(mode, AboveAutograd)
     written: tuple[int, ...] = ()
@@ -233,9 +236,10 @@ def _trace(
     ):  # fmt: skip
         fakes = _arguments(metas, devices, () if above else requires_grad)
         try:
-            with guard, SavedTensors() as saved:
+            with guard, mode.positions, SavedTensors() as saved:
                 graph: fx.GraphModule = make_fx(run, pre_dispatch=above)(*fakes, *symbols)
             saved.undo_detach()
+            mode.positions.gathered.clear()
             filled = [i for i, fake in enumerate(fakes) if fake.is_leaf and fake.grad is not None]
             if filled:
                 refuse_grads(f"backward() or an assignment fills .grad of argument {filled[0]}",

@@ -85,6 +85,35 @@ def test_closed_over_tensors_have_gradients_on_every_rank(layout: P) -> None:
         torch.testing.assert_close(results, expected)
 
 
+def at_a_position(layout: P) -> tuple[torch.Tensor, ...]:
+    """Return values and a gradient of a function that writes and reads `x[i]` for a traced `i`."""
+
+    def fn(x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+        y = x * 1
+        part = y[i]
+        y[i + 1, :2] += part[2:]
+        part.mul_(2)
+        return y.sin() * y[:, i]
+
+    x = torch.arange(16.0, dtype=torch.float64).view(4, 4).requires_grad_()
+    part = fs.partition(fn, mesh=MESH, in_specs=(layout, P()))
+    value = part(x, torch.tensor(1))
+    return value.detach(), *torch.autograd.grad(value.sum(), x)
+
+
+def positions_on_rank(layout: P) -> tuple[torch.Tensor, ...]:
+    fs.init(MESH)
+    return at_a_position(layout)
+
+
+@pytest.mark.parametrize("layout", [P("x"), P(None, "x")], ids=str)
+def test_elements_at_traced_positions_are_those_of_one_device(layout: P) -> None:
+    expected = at_a_position(P())
+    torch.testing.assert_close(at_a_position(layout), expected)
+    for results in run_ranks(2, positions_on_rank, layout):
+        torch.testing.assert_close(results, expected)
+
+
 class ProductAndSine(torch.autograd.Function):
     """Two results, of which one has a gradient for `w`, and a backward for those that are used."""
 
