@@ -12,6 +12,7 @@
 - `merged_dims`: dims stay apart that reshapes merge and split again, as batch and heads.
 - `refused_functions`: errors of functions that cannot be traced.
 - `constants`: values that depend on no argument, which a function may read.
+- `traced_positions`: `x[i]` for a position `i` that the function computes.
 - `unread_values`: `torch.cov`, `torch.corrcoef` and distributions without reads of values.
 - `source_places`: the user's source line of every operation.
 - `fused_updates`: fused optimizer steps as operations without writes.
