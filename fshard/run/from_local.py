@@ -18,6 +18,7 @@ from fshard.run.execute import check_tuple, run_typed_hook
 from fshard.run.transports.base import (
     TRACE_DEPTH,
     Label,
+    Transport,
     current_rank,
     current_transport,
     labelled,
@@ -50,6 +51,23 @@ def read_header(header: torch.Tensor) -> tuple[tuple[int, ...] | None, torch.dty
     if ndim < 0:
         return None, None, False
     return tuple(dims[:ndim]), _DTYPES[code] if code >= 0 else None, bool(grad)
+
+
+def sent_header(
+    x: torch.Tensor | None, mesh: Mesh, src: int, transport: Transport, device: torch.device
+) -> tuple[tuple[int, ...] | None, torch.dtype | None, bool]:
+    """Send the header of the tensor of rank `src` to all ranks; return what `read_header` reads.
+
+    `x` is None on other ranks, and on rank `src` if it holds no tensor.
+    """
+    header = header_of(x, device)
+    received = transport.all_to_all(
+        header.repeat(mesh.size) if transport.rank == src else header[:0],
+        [len(header) if transport.rank == src else 0] * mesh.size,
+        [len(header) if rank == src else 0 for rank in mesh.ranks],
+        tuple(mesh.ranks),
+    )()
+    return read_header(received)
 
 
 def from_local(
@@ -94,6 +112,36 @@ def from_local(
     >>> fs.from_local(replicas, fs.Mesh(x=2), fs.P(), check="broadcast").local[1]
     tensor([1., 1.])
     """
+    mesh, partition = _layout_of(local, mesh, partition, check)
+    facts, dtype = _gather_facts(local, mesh, communicate=bool(check) or sizes == "infer")
+    shapes = {rank: rank_shape for rank, (rank_shape, _) in facts.items()}
+    problems = _dtype_problems(facts) if check else []
+    raise_if("fs.from_local", problems)
+    if isinstance(local, torch.Tensor) and not facts:
+        # A rank outside of the mesh does not receive the shape.
+        full_shape = shape or (0,) * max(local.ndim, len(partition))
+        shards = None if shape is None or isinstance(sizes, str) else sizes
+        spec = Spec(mesh, partition, shape=full_shape, dtype=dtype, sizes=shards, uneven="chunk")
+        return Sharded(local.new_empty((0,)), spec)
+    spec = _spec_of(shapes, mesh, partition, dtype, sizes, shape)
+    if check:
+        _check_shapes(shapes, spec, sizes)
+    if check == "values":
+        _check_replicas(local, spec)
+    elif check == "broadcast":
+        local = _broadcast_replicas(local, spec)
+    if not isinstance(local, torch.Tensor):
+        return Sharded(tuple(local), spec)
+    result: Sharded = run_typed_hook.call(
+        "fs.from_local", local, spec, spec, lambda x: Sharded(x, spec)
+    )
+    return result
+
+
+def _layout_of(
+    local: Any, mesh: Mesh, partition: PartitionSpec, check: bool | str
+) -> tuple[Mesh, PartitionSpec]:
+    """Return the mesh and the partition that were given, or raise for the arguments."""
     mesh = as_mesh(mesh, "fs.from_local")
     first = local[0] if isinstance(local, tuple | list) and local else local
     ndim = first.ndim if isinstance(first, torch.Tensor) else None
@@ -110,40 +158,24 @@ def from_local(
             'check="values"',
         )
     mesh.check_axes(partition.axes, "fs.from_local")
-    facts, dtype = _gather_facts(local, mesh, communicate=bool(check) or sizes == "infer")
-    ranks = list(facts)
-    shapes = {rank: rank_shape for rank, (rank_shape, _) in facts.items()}
-    problems = _dtype_problems(facts) if check else []
-    raise_if("fs.from_local", problems)
-    if isinstance(local, torch.Tensor) and not ranks:
-        # A rank outside of the mesh does not receive the shape.
-        full_shape = shape or (0,) * max(local.ndim, len(partition))
-        shards = None if shape is None or isinstance(sizes, str) else sizes
-        spec = Spec(mesh, partition, shape=full_shape, dtype=dtype, sizes=shards, uneven="chunk")
-        return Sharded(local.new_empty((0,)), spec)
-    spec = _spec_of(shapes, mesh, partition, dtype, sizes, shape)
-    if check:
-        fix = (
-            "check the mesh or the partition: ranks of one shard must have one shape"
-            if sizes == "infer"
-            else 'sizes="infer" takes the sizes from the locals'
-        )
-        raise_if("fs.from_local", [
-            Problem(f"{rank_text(mesh, rank)} holds shape {shapes[rank]}",
-                    f"for {spec} it must be {spec.local_shape(rank)}",
-                    fix)
-            for rank in ranks if shapes[rank] != spec.local_shape(rank)
-        ])  # fmt: skip
-    if check == "values":
-        _check_replicas(local, spec)
-    elif check == "broadcast":
-        local = _broadcast_replicas(local, spec)
-    if not isinstance(local, torch.Tensor):
-        return Sharded(tuple(local), spec)
-    result: Sharded = run_typed_hook.call(
-        "fs.from_local", local, spec, spec, lambda x: Sharded(x, spec)
+    return mesh, partition
+
+
+def _check_shapes(
+    shapes: Mapping[int, tuple[int, ...]], spec: Spec, sizes: str | Mapping[int, Sequence[int]]
+) -> None:
+    """Raise if a rank's local does not have the shape that it has by the spec."""
+    fix = (
+        "check the mesh or the partition: ranks of one shard must have one shape"
+        if sizes == "infer"
+        else 'sizes="infer" takes the sizes from the locals'
     )
-    return result
+    raise_if("fs.from_local", [
+        Problem(f"{rank_text(spec.mesh, rank)} holds shape {shape}",
+                f"for {spec} it must be {spec.local_shape(rank)}",
+                fix)
+        for rank, shape in shapes.items() if shape != spec.local_shape(rank)
+    ])  # fmt: skip
 
 
 CHECKS = ("values", "broadcast")

@@ -28,7 +28,7 @@ from fshard.program.steps import AllSlice, InvariantToReduced, ReplicatedToUnred
 from fshard.run.autograd.linear_function import ProgramGroup, apply_programs
 from fshard.run.autograd.replicate import shard_value, unshard_value
 from fshard.run.execute import Pending, check_shards, run_typed_hook
-from fshard.run.from_local import header_of, read_header
+from fshard.run.from_local import sent_header
 from fshard.run.graphs.graph_node import graph_node
 from fshard.run.transports.base import (
     Label,
@@ -470,24 +470,10 @@ def scatter(
             spec = Spec(mesh, p, shape=(0,) * len(p))
         return Sharded(torch.empty(0, dtype=spec.dtype, device=device), spec)
     x = tensor if transport.rank == src and isinstance(tensor, torch.Tensor) else None
-    header = header_of(x, device)
     with labelled(Label("fs.scatter", mesh, arguments=f"({spec}, src={src})")):
-        received = transport.all_to_all(
-            header.repeat(mesh.size) if transport.rank == src else header[:0],
-            [len(header) if transport.rank == src else 0] * mesh.size,
-            [len(header) if rank == src else 0 for rank in mesh.ranks],
-            tuple(mesh.ranks),
-        )()
-    shape, dtype, requires_grad = read_header(received)
-    if not isinstance(spec, Spec):
-        if shape is None or dtype is None:
-            fail("fs.scatter", f"on rank {src} no tensor", "rank src must hold a tensor",
-                 "pass the global tensor on rank src")  # fmt: skip
-        spec = _spec_on(mesh, partition_of(mesh, partition, len(shape)), shape, dtype)
-    if shape != spec.shape or dtype != spec.dtype:
-        given = "no tensor" if shape is None else f"a tensor of shape {shape} and {dtype}"
-        fail("fs.scatter", f"on rank {src} {given}", f"for {spec} it must have shape "
-             f"{spec.shape} and {spec.dtype}", "pass the global tensor on rank src")  # fmt: skip
+        shape, dtype, requires_grad = sent_header(x, mesh, src, transport, device)
+    layout = spec if isinstance(spec, Spec) else mesh
+    spec = _sent_layout(shape, dtype, layout, partition, src)
     if requires_grad and torch.is_grad_enabled():
         _check_linear(spec, "fs.scatter")
     anchor = torch.zeros((), requires_grad=requires_grad and torch.is_grad_enabled())
@@ -498,3 +484,25 @@ def scatter(
         return Sharded(local, spec)
 
     return _typed("fs.scatter", anchor, anchor_spec, spec, send)
+
+
+def _sent_layout(
+    shape: tuple[int, ...] | None,
+    dtype: torch.dtype | None,
+    layout: Spec | Mesh,
+    partition: PartitionSpec | None,
+    src: int,
+) -> Spec:
+    """Return the spec of the tensor that rank `src` sends, or raise if it is not of the layout."""
+    if isinstance(layout, Spec):
+        spec = layout
+    elif shape is None or dtype is None:
+        fail("fs.scatter", f"on rank {src} no tensor", "rank src must hold a tensor",
+             "pass the global tensor on rank src")  # fmt: skip
+    else:
+        spec = _spec_on(layout, partition_of(layout, partition, len(shape)), shape, dtype)
+    if shape != spec.shape or dtype != spec.dtype:
+        given = "no tensor" if shape is None else f"a tensor of shape {shape} and {dtype}"
+        fail("fs.scatter", f"on rank {src} {given}", f"for {spec} it must have shape "
+             f"{spec.shape} and {spec.dtype}", "pass the global tensor on rank src")  # fmt: skip
+    return spec

@@ -48,6 +48,11 @@ VALUES = (
     Spec,
 )  # fmt: skip
 """Types of immutable values, which are compared by value."""
+WRAPPERS = (
+    MethodType, BuiltinMethodType, functools.partial, weakref.ref, ContextVar, staticmethod,
+    classmethod, property,
+)  # fmt: skip
+"""Types of objects that stand for a function or for another object."""
 ALWAYS_NAMED = frozenset((
     "forward", "backward", "setup_context", "__call__", "__wrapped__", "fn", "func", "data", "maps",
 ))  # fmt: skip
@@ -230,7 +235,23 @@ class _Walk:
                 self.compare(repr, value)
         elif isinstance(value, FunctionType):
             self.visit_function(value)
-        elif isinstance(value, MethodType):
+        elif isinstance(value, WRAPPERS):
+            self.visit_wrapper(value)
+        elif isinstance(value, ModuleType):
+            self.items.append(id(value))
+            if not _is_library(value.__name__):
+                self.read_names(vars(value))
+                self.read_named(vars(value))
+        elif isinstance(value, type):  # which the code may call
+            self.items.append(id(value))
+            self.visit_class(value)
+            self.visit_methods(value, CONSTRUCTORS.__contains__)
+        else:
+            self.visit_object(value)
+
+    def visit_wrapper(self, value: Any) -> None:
+        """Visit the function or the object that another object stands for."""
+        if isinstance(value, MethodType):
             self.todo += (value.__func__, value.__self__)
         elif isinstance(value, BuiltinMethodType):
             self.items.append(value.__name__)
@@ -248,19 +269,8 @@ class _Walk:
             self.read(_current, value, _current(value))
         elif isinstance(value, staticmethod | classmethod):
             self.todo.append(value.__func__)
-        elif isinstance(value, property):
-            self.todo.append(value.fget)
-        elif isinstance(value, ModuleType):
-            self.items.append(id(value))
-            if not _is_library(value.__name__):
-                self.read_names(vars(value))
-                self.read_named(vars(value))
-        elif isinstance(value, type):  # which the code may call
-            self.items.append(id(value))
-            self.visit_class(value)
-            self.visit_methods(value, CONSTRUCTORS.__contains__)
         else:
-            self.visit_object(value)
+            self.todo.append(value.fget)
 
     def visit_container(self, container: Any) -> None:
         """Visit the keys and items of a container in their order, unless there are too many."""
