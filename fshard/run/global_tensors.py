@@ -454,7 +454,8 @@ def scatter(
     (tensor([0., 1.]), tensor([2., 3.]))
     """
     _check_layout(spec, partition, "fs.scatter")
-    mesh = spec.mesh if isinstance(spec, Spec) else as_mesh(spec, "fs.scatter")
+    layout = spec if isinstance(spec, Spec) else as_mesh(spec, "fs.scatter")
+    mesh = layout.mesh if isinstance(layout, Spec) else layout
     if src not in mesh:
         fail("fs.scatter", f"src={src} on {mesh}", f"src must be one of {list(mesh.ranks)}",
              f"src={mesh.ranks[0]}")  # fmt: skip
@@ -472,37 +473,31 @@ def scatter(
     x = tensor if transport.rank == src and isinstance(tensor, torch.Tensor) else None
     with labelled(Label("fs.scatter", mesh, arguments=f"({spec}, src={src})")):
         shape, dtype, requires_grad = sent_header(x, mesh, src, transport, device)
-    layout = spec if isinstance(spec, Spec) else mesh
     spec = _sent_layout(shape, dtype, layout, partition, src)
     if requires_grad and torch.is_grad_enabled():
         _check_linear(spec, "fs.scatter")
     anchor = torch.zeros((), requires_grad=requires_grad and torch.is_grad_enabled())
-    anchor_spec = Spec(spec.mesh, PartitionSpec(), shape=(), dtype=anchor.dtype)
 
     def send(anchor: torch.Tensor) -> Sharded:
         local = _Scatter.apply(anchor, x, spec, src, transport, device)  # type: ignore[no-untyped-call]
         return Sharded(local, spec)
 
-    return _typed("fs.scatter", anchor, anchor_spec, spec, send)
+    return _typed(
+        "fs.scatter", anchor, _spec_on(mesh, PartitionSpec(), (), anchor.dtype), spec, send
+    )
 
 
 def _sent_layout(
-    shape: tuple[int, ...] | None,
-    dtype: torch.dtype | None,
-    layout: Spec | Mesh,
-    partition: PartitionSpec | None,
-    src: int,
-) -> Spec:
+    shape: tuple[int, ...] | None, dtype: torch.dtype | None, layout: Spec | Mesh,
+    partition: PartitionSpec | None, src: int,
+) -> Spec:  # fmt: skip
     """Return the spec of the tensor that rank `src` sends, or raise if it is not of the layout."""
+    rule = "rank src must hold a tensor"
+    if not isinstance(layout, Spec) and shape is not None and dtype is not None:
+        layout = _spec_on(layout, partition_of(layout, partition, len(shape)), shape, dtype)
     if isinstance(layout, Spec):
-        spec = layout
-    elif shape is None or dtype is None:
-        fail("fs.scatter", f"on rank {src} no tensor", "rank src must hold a tensor",
-             "pass the global tensor on rank src")  # fmt: skip
-    else:
-        spec = _spec_on(layout, partition_of(layout, partition, len(shape)), shape, dtype)
-    if shape != spec.shape or dtype != spec.dtype:
-        given = "no tensor" if shape is None else f"a tensor of shape {shape} and {dtype}"
-        fail("fs.scatter", f"on rank {src} {given}", f"for {spec} it must have shape "
-             f"{spec.shape} and {spec.dtype}", "pass the global tensor on rank src")  # fmt: skip
-    return spec
+        if (shape, dtype) == (layout.shape, layout.dtype):
+            return layout
+        rule = f"for {layout} it must have shape {layout.shape} and {layout.dtype}"
+    given = "no tensor" if shape is None else f"a tensor of shape {shape} and {dtype}"
+    fail("fs.scatter", f"on rank {src} {given}", rule, "pass the global tensor on rank src")
