@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,17 +45,25 @@ def header_of(x: torch.Tensor | None, device: torch.device) -> torch.Tensor:
     return torch.tensor(fields, dtype=torch.int64, device=device)
 
 
-def read_header(header: torch.Tensor) -> tuple[tuple[int, ...] | None, torch.dtype | None, bool]:
-    """Return the shape, dtype and requires_grad of a header; (None, None, False) for None."""
+class Header(NamedTuple):
+    """Shape and dtype of a tensor, None without one, and whether it requires grad."""
+
+    shape: tuple[int, ...] | None
+    dtype: torch.dtype | None
+    requires_grad: bool
+
+
+def read_header(header: torch.Tensor) -> Header:
+    """Return what a header says."""
     ndim, code, grad, *dims = header.tolist()
     if ndim < 0:
-        return None, None, False
-    return tuple(dims[:ndim]), _DTYPES[code] if code >= 0 else None, bool(grad)
+        return Header(None, None, False)
+    return Header(tuple(dims[:ndim]), _DTYPES[code] if code >= 0 else None, bool(grad))
 
 
 def sent_header(
     x: torch.Tensor | None, mesh: Mesh, src: int, transport: Transport, device: torch.device
-) -> tuple[tuple[int, ...] | None, torch.dtype | None, bool]:
+) -> Header:
     """Send the header of the tensor of rank `src` to all ranks; return what `read_header` reads.
 
     `x` is None on other ranks, and on rank `src` if it holds no tensor.

@@ -28,7 +28,7 @@ from fshard.program.steps import AllSlice, InvariantToReduced, ReplicatedToUnred
 from fshard.run.autograd.linear_function import ProgramGroup, apply_programs
 from fshard.run.autograd.replicate import shard_value, unshard_value
 from fshard.run.execute import Pending, check_shards, run_typed_hook
-from fshard.run.from_local import sent_header
+from fshard.run.from_local import Header, sent_header
 from fshard.run.graphs.graph_node import graph_node
 from fshard.run.transports.base import (
     Label,
@@ -472,29 +472,27 @@ def scatter(
         return Sharded(torch.empty(0, dtype=spec.dtype, device=device), spec)
     x = tensor if transport.rank == src and isinstance(tensor, torch.Tensor) else None
     with labelled(Label("fs.scatter", mesh, arguments=f"({spec}, src={src})")):
-        shape, dtype, requires_grad = sent_header(x, mesh, src, transport, device)
-    spec = _sent_layout(shape, dtype, layout, partition, src)
-    if requires_grad and torch.is_grad_enabled():
+        header = sent_header(x, mesh, src, transport, device)
+    spec = _sent_layout(header, layout, partition, src)
+    requires_grad = header.requires_grad and torch.is_grad_enabled()
+    if requires_grad:
         _check_linear(spec, "fs.scatter")
-    anchor = torch.zeros((), requires_grad=requires_grad and torch.is_grad_enabled())
+    anchor = torch.zeros((), requires_grad=requires_grad)
+    anchor_spec = _spec_on(mesh, PartitionSpec(), (), anchor.dtype)
 
     def send(anchor: torch.Tensor) -> Sharded:
         local = _Scatter.apply(anchor, x, spec, src, transport, device)  # type: ignore[no-untyped-call]
         return Sharded(local, spec)
 
-    return _typed(
-        "fs.scatter", anchor, _spec_on(mesh, PartitionSpec(), (), anchor.dtype), spec, send
-    )
+    return _typed("fs.scatter", anchor, anchor_spec, spec, send)
 
 
-def _sent_layout(
-    shape: tuple[int, ...] | None, dtype: torch.dtype | None, layout: Spec | Mesh,
-    partition: PartitionSpec | None, src: int,
-) -> Spec:  # fmt: skip
+def _sent_layout(header: Header, layout: Spec | Mesh, p: PartitionSpec | None, src: int) -> Spec:
     """Return the spec of the tensor that rank `src` sends, or raise if it is not of the layout."""
+    shape, dtype, _ = header
     rule = "rank src must hold a tensor"
     if not isinstance(layout, Spec) and shape is not None and dtype is not None:
-        layout = _spec_on(layout, partition_of(layout, partition, len(shape)), shape, dtype)
+        layout = _spec_on(layout, partition_of(layout, p, len(shape)), shape, dtype)
     if isinstance(layout, Spec):
         if (shape, dtype) == (layout.shape, layout.dtype):
             return layout
