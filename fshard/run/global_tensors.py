@@ -422,13 +422,9 @@ def _send_shards(
 
 
 def scatter(
-    tensor: torch.Tensor | None,
-    spec: Spec | Mesh,
-    partition: PartitionSpec | None = None,
-    /,
-    *,
+    tensor: torch.Tensor | None, spec: Spec | Mesh, partition: PartitionSpec | None = None, /, *,
     src: int = 0,
-) -> Sharded:
+) -> Sharded:  # fmt: skip
     """Shard a global tensor that one rank holds; every rank is sent its shard alone.
 
     The gradient is gathered on rank `src`; under `torchrun` it has no second derivative.
