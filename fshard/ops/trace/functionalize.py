@@ -14,6 +14,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -269,9 +270,10 @@ class ClosureGuard(DispatchMode):
         """
         kept = self._alive(arguments) or _kept(arguments)
         if kept:
-            gc.collect()  # reference cycles are not outside
-            self.clear_caches(arguments)
-            kept = self._alive(arguments) or _kept(arguments)
+            with _unfrozen():
+                gc.collect()  # reference cycles are not outside
+                self.clear_caches(arguments)
+                kept = self._alive(arguments) or _kept(arguments)
         if not kept:
             return
         fail(where, f"{kept[0]} is kept outside of the function",
@@ -286,14 +288,42 @@ class ClosureGuard(DispatchMode):
         """
         traced = {id(x) for ref, _ in self.results if (x := ref()) is not None}
         traced.update(map(id, arguments))
-        for x in gc.get_objects() if traced else ():
-            if type(x) is functools._lru_cache_wrapper and _contains(x, traced):
-                x.cache_clear()
+        if not traced:
+            return
+        with _unfrozen():
+            for x in gc.get_objects():
+                if type(x) is functools._lru_cache_wrapper and _contains(x, traced):
+                    x.cache_clear()
 
     def _alive(self, arguments: Sequence[torch.Tensor]) -> list[str]:
         ids = {id(x) for x in arguments}
         results = ((ref(), name) for ref, name in self.results)
-        return [f"a result of {name}" for x, name in results if x is not None and id(x) not in ids]
+        return [f"a result of {name}{_container_of(x)}" for x, name in results
+                if x is not None and id(x) not in ids]  # fmt: skip
+
+
+@contextmanager
+def _unfrozen() -> Iterator[None]:
+    """Find objects in the block that `gc.freeze` hides; afterwards all objects are frozen."""
+    count = gc.get_freeze_count()
+    gc.unfreeze()
+    try:
+        yield
+    finally:
+        if count:
+            gc.freeze()
+
+
+def _container_of(x: torch.Tensor) -> str:
+    """Return a clause with the dict or attribute that keeps a tensor, "" for others."""
+    for owner in gc.get_referrers(x):
+        items = owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})
+        key = next((key for key, value in items.items() if value is x), None)
+        if key is not None:
+            objects = [y for y in gc.get_referrers(owner) if getattr(y, "__dict__", None) is owner]
+            name = type([*objects, owner][0]).__name__
+            return f", under {key!r} of a {name},"
+    return ""
 
 
 def _contains(cache: Any, ids: set[int]) -> bool:

@@ -72,7 +72,7 @@ from fshard.ops.trace.inner_gradients import (
 from fshard.ops.trace.mapped_regions import name_regions, recorded_regions
 from fshard.ops.trace.merged_dims import separate_merged_dims
 from fshard.ops.trace.refused_functions import refuse_conversions, refuse_function
-from fshard.ops.trace.source_places import recorded_places
+from fshard.ops.trace.source_places import place_of_node, recorded_places
 from fshard.run.transports.base import TRACE_DEPTH
 from fshard.run.transports.divergence_report import user_line
 
@@ -194,11 +194,13 @@ def trace(
         except ReadsBatchedTensor:
             outer_levels.append(transform_level())
             traced = trace_once(outside=False)
-            _check_constants(traced.graph, where)
         except ShardingError:
             guard.clear_caches()
             raise
     graph = traced.graph
+    within = outer_levels[-1] is not None
+    if within or not trace_depth():  # a trace may close over tensors of the one around it
+        _check_constants(graph, where, within=within)
     graph.graph.eliminate_dead_code(is_impure_node=has_effects)
     extract_backwards(graph, where)
     name_regions(graph, regions)
@@ -294,13 +296,26 @@ def _check_functional(graph: fx.GraphModule, where: str) -> None:
                  "function, whose body runs on locals")  # fmt: skip
 
 
-def _check_constants(graph: fx.GraphModule, where: str) -> None:
-    """Raise `ShardingError` for a constant without values: a factory's result under `grad`."""
+def _check_constants(graph: fx.GraphModule, where: str, *, within: bool) -> None:
+    """Raise `ShardingError` for a constant without values.
+
+    It is a result that an earlier trace has left, or in a trace `within` transforms of
+    `torch.func` that of a factory.
+    """
     for node in graph.graph.find_nodes(op="get_attr"):
-        if isinstance(innermost(getattr(graph, node.target)), FakeTensor):
+        x = innermost(getattr(graph, node.target))
+        if not isinstance(x, FakeTensor):
+            continue
+        if within:
             fail(where, "a tensor that it makes, and one that it closes over from a vmap, in a "
                  "gradient", "the function is traced outside of transforms of torch.func",
                  "give it the closed-over tensor as an argument")  # fmt: skip
+        user = next(iter(node.users), node)
+        fail(f"{where}{' at ' * bool(place_of_node(user))}{place_of_node(user)}",
+             f"a tensor of shape {tuple(x.shape)} without values, that the function closes over",
+             "closed-over tensors must have values: a trace that was refused has left this one in "
+             "a module or a cache", "remove it there; a call on global tensors then computes "
+             "it")  # fmt: skip
 
 
 def refuse_autocast(where: str) -> None:

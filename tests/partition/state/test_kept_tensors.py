@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -68,7 +69,7 @@ def test_constants_that_modules_keep_are_computed_before() -> None:
     """The fix of the error runs."""
     layer, x = Causal(), torch.randn(4, 3)
     part = fs.partition(layer.forward, mesh=MESH, in_specs=P("dp"))
-    assert "a result of arange is kept outside of the function" in error_of(part, x)
+    assert "a result of arange, under 'mask' of a Causal, is kept outside" in error_of(part, x)
     layer.mask = None
     assert torch.equal(layer(x), part(x))
 
@@ -109,6 +110,42 @@ def test_caches_of_functions_that_fail_keep_no_traced_tensors(weighted: Weighted
     part = fs.partition(lambda x: x if weighted(x, x).sum() > 0 else -x, mesh=MESH)
     assert "reads a tensor's values" in error_of(part, x)
     torch.testing.assert_close(weighted(x, mask), x * mask.cumsum(0) * torch.arange(1.0, 5.0))
+
+
+def test_frozen_caches_of_functions_keep_no_traced_tensors(weighted: Weighted) -> None:
+    x, mask = torch.rand(4), torch.rand(4)
+    weighted(x[:3], mask[:3])
+    gc.freeze()
+    try:
+        actual = fs.partition(weighted, mesh=MESH)(x, mask)
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+    torch.testing.assert_close(actual, weighted(x, mask))
+
+
+def test_traced_tensors_in_other_caches_are_refused() -> None:
+    """The fix of the errors runs."""
+    cached: dict[int, torch.Tensor] = {}
+
+    def weighted(x: torch.Tensor, is_checked: bool) -> torch.Tensor:
+        if len(x) not in cached:
+            cached[len(x)] = torch.arange(1.0, len(x) + 1)
+        y = x * cached[len(x)]
+        return y if not is_checked or y.sum() > 0 else -y
+
+    part, x = fs.partition(weighted, mesh=MESH, in_specs=P("dp")), torch.rand(4)
+    assert "reads a tensor's values" in error_of(part, x, True)
+    for _ in range(2):
+        error = error_of(part, x, False)
+        assert "given: a tensor of shape (4,) without values, that the function closes" in error
+        assert "test_kept_tensors.py" in error.partition("\n")[0]
+    cached.clear()
+    assert "given: a result of arange, under 4 of a dict, is kept outside" in error_of(
+        part, x, False
+    )
+    cached.clear()
+    assert torch.equal(weighted(x, True), part(x, False))
 
 
 class Last(torch.nn.Module):
