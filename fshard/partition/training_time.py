@@ -125,7 +125,12 @@ def region_time(line: RegionCall, topology: Topology) -> float:
 def local_compute_time(strategy: Strategy, mesh: Mesh, topology: Topology) -> float:
     """Return the seconds that a rank computes for one operation."""
     sizes = factor_sizes(strategy.rule, strategy.call)
-    time = compute_time(topology, strategy.rule, strategy.call, sizes)
+    products, tensors = compute_time(topology, strategy.rule, strategy.call, sizes)
     for axis, role in strategy.roles:
-        time /= mesh.shape[axis] if role.factor is not None else 1
-    return time
+        n = mesh.shape[axis]
+        products /= n if role.factor is not None else 1
+        tensors = tuple(
+            time / n if state is not None and state.name in ("sharded", "any") else time
+            for time, state in zip(tensors, (*role.operands, *role.results), strict=True)
+        )
+    return max(products, sum(tensors))

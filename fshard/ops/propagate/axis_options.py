@@ -73,7 +73,7 @@ def options_by_axis(query: Query, relaxed: int) -> list[list[AxisOption]]:
     states = [axis_states(d, s, lengths) for d, s in zip(rule.operands, specs, strict=True)]
     operands = [(max_local_nbytes(spec), spec.dtype.itemsize) for spec in specs]
     results = [(0, 1) if m is None else (nbytes(m), m.dtype.itemsize) for m in query.call.results]
-    total = compute_time(topology, rule, query.call, lengths)
+    total = compute_time(topology, rule, query.call, lengths).total
     roles = roles_of(rule, query.call, grad=query.grad)
     by_axis: list[list[AxisOption]] = []
     cached: dict[tuple[Any, ...], list[AxisOption]] = {}

@@ -155,13 +155,33 @@ def new_sharding_time(
     return collective_time(topology, links.exchange, all_to_all_traffic(n, local // n), local)
 
 
-def compute_time(topology: Topology, rule: Rule, call: OpCall, sizes: Mapping[str, int]) -> float:
-    """Return the seconds of the unsharded call on one device: of its memory traffic or products.
+class ComputeTime(NamedTuple):
+    """Seconds of an unsharded call on one device.
+
+    Attributes:
+        products: seconds of its multiplications, 0 if it is not a product.
+        tensors: seconds to read every operand, and to write every result.
+    """
+
+    products: float
+    tensors: tuple[float, ...]
+
+    @property
+    def total(self) -> float:
+        """The longer of both."""
+        return max(self.products, sum(self.tensors))
+
+
+def compute_time(
+    topology: Topology, rule: Rule, call: OpCall, sizes: Mapping[str, int]
+) -> ComputeTime:
+    """Return the seconds of the unsharded call on one device.
 
     Every combination of factors is one multiplication where several tensors are contracted.
     """
-    touched = sum(nbytes(meta) for meta in (*call.operands, *call.results) if meta is not None)
-    time = touched / topology.memory
+    products = 0.0
+    metas = (*call.operands, *call.results)
+    tensors = tuple(0.0 if x is None else nbytes(x) / topology.memory for x in metas)
     if contracts(rule, call, sizes):
         # A window and the factor that it reads are one loop, of the shorter one's length.
         loops = dict(sizes)
@@ -169,8 +189,8 @@ def compute_time(topology: Topology, rule: Rule, call: OpCall, sizes: Mapping[st
             longer = max((window.of, window.name), key=lambda name: sizes.get(name, 0))
             loops.pop(longer, None)
         dtype = next(meta.dtype for meta in call.operands if meta is not None)
-        time = max(time, 2 * math.prod(loops.values()) / topology.flops_per_second(dtype))
-    return time
+        products = 2 * math.prod(loops.values()) / topology.flops_per_second(dtype)
+    return ComputeTime(products, tensors)
 
 
 def contracts(rule: Rule, call: OpCall, factors: Iterable[str]) -> bool:

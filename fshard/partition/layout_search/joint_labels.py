@@ -48,6 +48,7 @@ from fshard.partition.layout_search.role_labels import (
     roles_by_parts,
 )
 from fshard.partition.layout_search.state_distances import (
+    ANY_CODE,
     FIRST_DIM,
     REDUCED_CODE,
     UNREDUCED_CODE,
@@ -99,7 +100,7 @@ class _Use:
 
 
 class _CallLabels(NamedTuple):
-    """Labels of a call: the roles, the devices that share the work, the state of every tensor."""
+    """Labels of a call: the roles, the parts of the work and of every tensor, and their states."""
 
     roles: list[tuple[Role, ...]]
     shards: torch.Tensor
@@ -408,7 +409,7 @@ class JointLabels:
         parts = self.weights[first:]
         total = sum(float(weights.max()) for weights in parts if len(weights))
         sizes = factor_sizes(rule, call)
-        once = _least_time(self.topology, rule, call, sizes, True)
+        once = sum(compute_time(self.topology, rule, call, sizes).tensors)
         for index, weights in enumerate(parts, first):
             if total > once and len(weights):
                 most = float(weights.max())
@@ -430,16 +431,20 @@ class JointLabels:
             labels, rows = labels_of(
                 roles, rule, sizes, self.axes.sizes, unreduced, all_axes=self.axes.left_out == 1
             )
-            shards = torch.where(rows[:, 0] == 1, torch.tensor(self.axes.sizes), 1).prod(1)
+            sharded = (rows >= FIRST_DIM) | (rows == ANY_CODE)
+            sharded[:, 0] = rows[:, 0] == 1
+            shards = torch.where(sharded, torch.tensor(self.axes.sizes), 1).prod(2)
             states = [joint_indices(code[:, self.parts], 0 if meta is None else meta.ndim)
                       for code, meta in zip(rows.unbind(1)[1:], (*call.operands, *call.results),
                                             strict=True)]  # fmt: skip
-            self.labelled[key] = _CallLabels(labels, shards.double(), states)
+            self.labelled[key] = _CallLabels(labels, shards, states)
         labels, shards, states = self.labelled[key]
         passes = FORWARD_AND_BACKWARD if grad and self.has_grad else 1
-        time = passes * _least_time(self.topology, rule, call, sizes, decomposes)
-        time /= self.axes.left_out
-        variable = self.variable(time / shards)
+        products, tensors = compute_time(self.topology, rule, call, sizes)
+        unsharded = 0.0 if decomposes else products, *tensors
+        times = torch.tensor(unsharded, dtype=torch.float64) / shards
+        local = torch.maximum(times[:, 0], times[:, 1:].sum(1))
+        variable = self.variable(passes * local / self.axes.left_out)
         if call.op in FACTORS:
             self.products.add(variable)
         if not self.in_decomposition:
@@ -454,16 +459,6 @@ class JointLabels:
             for index, (meta, state) in enumerate(
                 zip(call.results, states[len(call.operands) :], strict=True))
         ]  # fmt: skip
-
-
-def _least_time(
-    topology: Topology, rule: Rule, call: OpCall, sizes: dict[str, int], decomposes: bool
-) -> float:
-    """Return the seconds of an operation on one device, of its memory traffic if it decomposes."""
-    if decomposes:
-        touched = sum(nbytes(meta) for meta in (*call.operands, *call.results) if meta is not None)
-        return min(compute_time(topology, rule, call, sizes), touched / topology.memory)
-    return compute_time(topology, rule, call, sizes)
 
 
 def _leads_to_result(graph: fx.GraphModule) -> dict[fx.Node, bool]:

@@ -450,3 +450,17 @@ def test_module_is_a_function_of_its_parameters() -> None:
     torch.testing.assert_close(choice(params, x), net(x))
     part = pickle.loads(pickle.dumps(choice)).partition
     torch.testing.assert_close(part(params, x), net(x))
+
+
+def test_partial_sums_are_read_and_written_by_every_rank() -> None:
+    mesh = Mesh(x=4)
+    args = [torch.empty(shape, device="meta", requires_grad=True)
+            for shape in ((2048, 512), (512, 32768))]  # fmt: skip
+    layouts = P(), P("x"), P(None, "x")
+    best = min(
+        fs.partition(torch.matmul, mesh=mesh, in_specs=specs, replicate="x", overlap=False)
+        .trace(*args).roofline().time_in_turn
+        for specs in itertools.product(layouts, repeat=2)
+    )  # fmt: skip
+    choice = fs.auto(torch.matmul, mesh, args)
+    assert choice.partitioned.roofline().time_in_turn == pytest.approx(best)
