@@ -17,6 +17,7 @@ from fshard._util.errors import fail
 from fshard.layout.mesh_groups import shard_coords
 from fshard.layout.spec import Spec
 from fshard.program.boxes import Box, volume
+from fshard.program.cost.links import Partners
 from fshard.program.halo_steps import HaloExchange, HaloReduce, HaloStep, Windows
 
 
@@ -112,6 +113,22 @@ def reversed_halo(step: HaloStep, src: Spec) -> HaloStep:
 def owners_of(step: HaloStep, src: Spec, dst: Spec) -> Spec:
     """Return the side of a halo step whose shards do not overlap."""
     return src if isinstance(step, HaloExchange) else dst
+
+
+def halo_partners(step: HaloStep, src: Spec, dst: Spec) -> Partners:
+    """Return the ranks that any rank exchanges with in a halo step along one axis."""
+    owners = owners_of(step, src, dst)
+    rows = (
+        segments(windows, owners.shard_sizes(dim), step.boundary)
+        for dim, windows in enumerate(step.windows) if windows is not None
+    )  # fmt: skip
+    pairs = {
+        part.owner - reader for parts in rows for reader, window in enumerate(parts)
+        for part in window if part.owner != reader
+    }  # fmt: skip
+    far = tuple(sorted(pairs))
+    near = tuple(-distance for distance in far)
+    return Partners(near, far) if isinstance(step, HaloExchange) else Partners(far, near)
 
 
 # -- segments and pieces --------------------------------------------------------------------

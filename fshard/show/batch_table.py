@@ -71,7 +71,8 @@ class BatchExplanation(Tables):
         """Launches, time, bytes and memory of the batch, and of its leaves one by one."""
         cost, progs = self.batch.cost(self.topology), [leaf for leaf in self.batch.leaves if leaf]
         separate = [prog.cost(self.topology) for prog in progs]
-        least = lower_bound_together((p.src, p.dst, p.forward_dtype) for p in progs).bytes_received
+        ends = ((p.src, p.dst, p.forward_dtype) for p in progs if p.src.shape == p.dst.shape)
+        least = lower_bound_together(ends).bytes_received
         counts = cost.launches, sum(c.launches for c in separate)
         times = cost.time, sum(c.time for c in separate)
         rows = (

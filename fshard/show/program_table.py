@@ -106,15 +106,18 @@ class Explanation(Tables):
 
     @property
     def summary(self) -> Table:
-        """Totals of the busiest rank beside the lower bounds."""
+        """Totals of the busiest rank beside the lower bounds, which halos have none of."""
         cost = self.prog.cost(self.topology)
         prog = self.prog
-        bound = lower_bound(prog.src, prog.dst, forward_dtype=prog.forward_dtype)
+        bounds = [("", "")] * 2
+        if prog.src.shape == prog.dst.shape:
+            bound = lower_bound(prog.src, prog.dst, forward_dtype=prog.forward_dtype)
+            bounds = [(bytes_text(least), ratio_text(most, least)) for most, least in (
+                (cost.bytes_received, bound.bytes_received), (cost.peak_memory, bound.peak_memory)
+            )]  # fmt: skip
         rows = (
-            ("bytes received", bytes_text(cost.bytes_received), bytes_text(bound.bytes_received),
-             ratio_text(cost.bytes_received, bound.bytes_received)),
-            ("peak memory", bytes_text(cost.peak_memory), bytes_text(bound.peak_memory),
-             ratio_text(cost.peak_memory, bound.peak_memory)),
+            ("bytes received", bytes_text(cost.bytes_received), *bounds[0]),
+            ("peak memory", bytes_text(cost.peak_memory), *bounds[1]),
             ("bytes sent", bytes_text(cost.bytes_sent), "", ""),
             ("launches", f"{cost.launches:,}", "", ""),
             ("time", time_text(cost.time), "", ""),

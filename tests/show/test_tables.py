@@ -190,3 +190,10 @@ def test_width_must_be_columns(width: Any) -> None:
     for printed in (log, fs.visualize(MESH), Table("", (Column("a"),), (("b",),))):
         with pytest.raises(fs.ShardingError, match="width must be an int of at least 20 columns"):
             printed.text(width)
+
+
+def test_halos_have_no_lower_bound() -> None:
+    src = fs.Spec(fs.Mesh(h=2), fs.P("h"), shape=(8,))
+    program = fs.Program(src, (fs.HaloExchange((((0, 5), (3, 8)),)),))
+    received = next(x for x in str(program.explain()).splitlines() if "bytes received" in x)
+    assert received.split() == ["bytes", "received", "4", "B"]

@@ -14,7 +14,7 @@ from typing import NamedTuple, NoReturn
 
 from fshard._util.errors import fail
 from fshard.layout.mesh import Mesh
-from fshard.program.cost.links import Link, Torus, slowest
+from fshard.program.cost.links import Link, Partners, Torus, slowest
 from fshard.program.cost.traffic import gather_rounds
 
 
@@ -140,10 +140,13 @@ def _fail_misfit(torus: Torus, mesh: Mesh, axis: str) -> NoReturn:
 
 
 def torus_link(
-    torus: Torus, outer: Link, mesh: Mesh, axes: tuple[str, ...], exchange: bool
+    torus: Torus, outer: Link, mesh: Mesh, axes: tuple[str, ...], exchange: bool,
+    partners: Partners | None,
 ) -> Link:  # fmt: skip
     """Return the effective link of nodes that are tori, along `axes`."""
     extents = torus_extents(torus, mesh, axes)
+    if partners is not None and [e.ranks for e in extents] == [mesh.axis_size(axes)]:
+        return shift_link(torus.link, extents[0], partners)
     effective = exchange_link if exchange else gather_link
     links = [effective(torus.link, extents)] if extents else []
     if not all(stays_inside(mesh, axis, torus.size) for axis in axes):
@@ -172,14 +175,37 @@ def exchange_link(link: Link, extents: list[Extent]) -> Link:
     """Return the effective link of an all-to-all over parts of a torus.
 
     A message crosses ranks / 4 links of a ring on average, and the middle of a row carries half of
-    the messages of half of its ranks. The dim with the most crossings decides.
+    the messages of half of its ranks; an odd number n counts as n - 1 / n. The dim with the most
+    crossings decides.
 
     >>> exchange_link(Link(1e-6, 45e9), [Extent(16, 1, True)])
     Link(latency=8e-06, bandwidth=21093750000.0)
     """
     n = math.prod(extent.ranks for extent in extents)
-    pace = min((8 if e.ring else 4) * link.bandwidth / (e.ranks * e.stride) for e in extents)
+    pace = min(
+        (8 if e.ring else 4) * link.bandwidth / ((e.ranks - e.ranks % 2 / e.ranks) * e.stride)
+        for e in extents
+    )
     return Link(_farthest(extents) * link.latency, pace * (n - 1) / n)
+
+
+def shift_link(link: Link, extent: Extent, partners: Partners) -> Link:
+    """Return the effective link of messages to few ranks along a dim of a torus.
+
+    All ranks send as far at once, so that a link carries as many messages as one crosses links.
+    Both directions are used if a rank sends to both sides. In a row without a ring a message to the
+    other end crosses all links, against the others.
+
+    >>> shift_link(Link(1e-6, 45e9), Extent(16, 1, True), Partners((1,), (15,)))
+    Link(latency=1e-06, bandwidth=45000000000.0)
+    """
+    n, (sends, receives) = extent.ranks, partners
+    around = [(x + n // 2) % n - n // 2 for x in (*sends, *receives)]
+    sent = around[: len(sends)] or around
+    directions, hops = len({x > 0 for x in sent}), sum(map(abs, sent)) / len(sent)
+    farthest = max(map(abs, around if extent.ring else (*sends, *receives)))
+    return Link(farthest * extent.stride * link.latency,
+                directions * link.bandwidth / (hops * extent.stride))  # fmt: skip
 
 
 def _farthest(extents: list[Extent]) -> int:

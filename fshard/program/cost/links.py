@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from fshard._util.errors import Problem, raise_if
 from fshard._util.text import rate_text, time_text
@@ -121,6 +122,18 @@ class Torus:
             return f"torus {sizes}"
         open_dims = [str(dim) for dim, wrap in enumerate(self.wraps) if not wrap]
         return f"grid {sizes}, no ring along dim {', '.join(open_dims)}"
+
+
+class Partners(NamedTuple):
+    """Ranks that a rank exchanges with, by their distance from its place in its group.
+
+    Attributes:
+        sends: distances of the ranks that it sends to, 1 for the next one.
+        receives: distances of those that it receives from.
+    """
+
+    sends: tuple[int, ...]
+    receives: tuple[int, ...]
 
 
 def is_number(value: object) -> bool:

@@ -16,6 +16,7 @@ from fshard.program.cost.links import Link
 from fshard.program.cost.topology import Topology
 from fshard.program.cost.traffic import Traffic, max_local_nbytes, step_axes, traffic
 from fshard.program.exchange_boxes import reduction_axes
+from fshard.program.halo_boxes import halo_partners
 from fshard.program.steps import (
     AllGather,
     AllReduce,
@@ -145,8 +146,11 @@ def step_time(topology: Topology, step: Step, src: Spec, dst: Spec) -> float:
 def step_link(topology: Topology, step: Step, src: Spec, dst: Spec) -> Link:
     """Return the effective link of a collective step."""
     if src.mesh == dst.mesh:
-        gathers = isinstance(step, GATHERS)
-        return topology.link(src.mesh, step_axes(step, src, dst), exchange=not gathers)
+        gathers, axes = isinstance(step, GATHERS), step_axes(step, src, dst)
+        partners = None
+        if isinstance(step, HaloExchange | HaloReduce) and len(axes) == 1:
+            partners = halo_partners(step, src, dst)
+        return topology.link(src.mesh, axes, exchange=not gathers, partners=partners)
     return topology.between(src.mesh, dst.mesh)
 
 

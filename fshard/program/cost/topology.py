@@ -24,23 +24,17 @@ from fshard._util.errors import Problem, raise_if
 from fshard._util.notebook_view import NotebookView
 from fshard._util.text import rate_text, time_text
 from fshard.layout.mesh import Axes, Mesh, as_mesh
+from fshard.program.cost import machines
 from fshard.program.cost.link_groups import switch_link, torus_link
 from fshard.program.cost.links import (
     Link,
+    Partners,
     Torus,
     is_number,
     joint_name,
     own_link,
     read_links,
     slowest,
-)
-from fshard.program.cost.machines import (
-    INFINIBAND,
-    KERNEL,
-    NVLINK,
-    cpu_fields,
-    gpu_fields,
-    tpu_fields,
 )
 from fshard.program.cost.topology_files import as_path, read_topology, topology_json
 
@@ -93,8 +87,8 @@ class Topology(NotebookView):
     """
 
     name: str = "custom"
-    inner: Link | Torus = NVLINK
-    outer: Link = INFINIBAND
+    inner: Link | Torus = machines.NVLINK
+    outer: Link = machines.INFINIBAND
     node_size: int | None = None
     links: tuple[tuple[str, Link], ...] = ()
     launch: float = 6e-6
@@ -102,7 +96,7 @@ class Topology(NotebookView):
     message: float = 0.15e-6
     flops: tuple[tuple[str, float], ...] = (("bfloat16", 400e12), ("float32", 400e12))
     capacity: int | None = None
-    kernel: float = KERNEL
+    kernel: float = machines.KERNEL
     overlap: float = 1.0
 
     def __post_init__(self) -> None:
@@ -228,7 +222,7 @@ class Topology(NotebookView):
         >>> fs.Topology.dgx_a100().title
         'DGX A100, nodes of 8'
         """
-        return Topology(**gpu_fields(
+        return Topology(**machines.gpu_fields(
             "DGX A100", 8, nvlink=300, network=200, memory=2039, capacity=80,
             tflops={"bfloat16": 312, "float16": 312, "float32": 156, "int8": 624,
                     "float64": 19.5},
@@ -245,7 +239,7 @@ class Topology(NotebookView):
         >>> fs.Topology.dgx_h100().link(fs.Mesh(dp=4, tp=8), "tp")
         Link(latency=6e-07, bandwidth=360000000000.0)
         """
-        return Topology(**gpu_fields(
+        return Topology(**machines.gpu_fields(
             "DGX H100", 8, nvlink=450, network=400, memory=3350, capacity=80,
             tflops={"bfloat16": 989, "float16": 989, "float32": 494, "int8": 1979,
                     "float8_e4m3fn": 1979, "float64": 67},
@@ -262,7 +256,7 @@ class Topology(NotebookView):
         >>> fs.Topology.gb200_nvl72().title
         'GB200 NVL72, nodes of 72'
         """
-        return Topology(**gpu_fields(
+        return Topology(**machines.gpu_fields(
             "GB200 NVL72", 72, nvlink=900, network=400, memory=8000, capacity=186,
             tflops={"bfloat16": 2500, "float16": 2500, "float32": 1250, "int8": 5000,
                     "float8_e4m3fn": 5000, "float64": 40},
@@ -281,7 +275,7 @@ class Topology(NotebookView):
         (90000000000.0, 32000000000)
         """
         rates = {"bfloat16": 275, "int8": 275}
-        return Topology(**tpu_fields("TPU v4", sizes, 4.5e10, 1.2e12, 32, rates, host=4))
+        return Topology(**machines.tpu_fields("TPU v4", sizes, 4.5e10, 1.2e12, 32, rates, host=4))
 
     @staticmethod
     def tpu_v5p(sizes: tuple[int, int, int] = (4, 4, 4)) -> Topology:
@@ -295,7 +289,9 @@ class Topology(NotebookView):
         'TPU v5p, torus 16x20x28'
         """
         return Topology(
-            **tpu_fields("TPU v5p", sizes, 9e10, 2.8e12, 96, {"bfloat16": 459, "int8": 918}, host=4)
+            **machines.tpu_fields(
+                "TPU v5p", sizes, 9e10, 2.8e12, 96, {"bfloat16": 459, "int8": 918}, host=4
+            )
         )
 
     @staticmethod
@@ -310,7 +306,7 @@ class Topology(NotebookView):
         'TPU v5e, grid 8x4, no ring along dim 0, 1'
         """
         rates = {"bfloat16": 197, "int8": 394}
-        return Topology(**tpu_fields("TPU v5e", sizes, 4.5e10, 8.1e11, 16, rates, host=8))
+        return Topology(**machines.tpu_fields("TPU v5e", sizes, 4.5e10, 8.1e11, 16, rates, host=8))
 
     @staticmethod
     def tpu_v6e(sizes: tuple[int, int] = (16, 16)) -> Topology:
@@ -324,7 +320,7 @@ class Topology(NotebookView):
         360000000000.0
         """
         rates = {"bfloat16": 920, "int8": 1840}
-        return Topology(**tpu_fields("TPU v6e", sizes, 9e10, 1.6e12, 32, rates, host=8))
+        return Topology(**machines.tpu_fields("TPU v6e", sizes, 9e10, 1.6e12, 32, rates, host=8))
 
     @staticmethod
     def cpu_host(processes: int = 8) -> Topology:
@@ -342,7 +338,7 @@ class Topology(NotebookView):
         >>> fs.Topology.cpu_host(4).title
         'CPU host, nodes of 4'
         """
-        return Topology(**cpu_fields(processes))
+        return Topology(**machines.cpu_fields(processes))
 
     # -- text -------------------------------------------------------------------------
 
@@ -390,7 +386,9 @@ class Topology(NotebookView):
         rates = dict(self.flops)
         return rates.get(str(dtype).removeprefix("torch."), min(rates.values()))
 
-    def link(self, mesh: Mesh, axes: Axes, *, exchange: bool = False) -> Link:
+    def link(
+        self, mesh: Mesh, axes: Axes, *, exchange: bool = False, partners: Partners | None = None
+    ) -> Link:
         """Return the effective link of a collective over `axes`.
 
         Args:
@@ -398,6 +396,7 @@ class Topology(NotebookView):
             axes: Mesh axis or axes. Parts of a split axis, `x_0` and `x_1`, have the link of `x`
                 unless they have one of their own.
             exchange: False for gathers and reductions, True for exchanges and permutations.
+            partners: Ranks that each rank exchanges with; None is all of its group.
 
         Returns:
             The latency of a round, and the bytes per second that a rank receives.
@@ -414,7 +413,7 @@ class Topology(NotebookView):
         """
         where = "fs.Topology.link"
         mesh = as_mesh(mesh, where)
-        return _link(self, mesh, mesh.check_axes(axes, where), exchange)
+        return _link(self, mesh, mesh.check_axes(axes, where), exchange, partners)
 
     def between(self, mesh: Mesh, other: Mesh) -> Link:
         """Return the link that an exchange between the ranks of two meshes is as slow as.
@@ -463,12 +462,14 @@ class Topology(NotebookView):
         ...     fs.Topology.load(file.name) == fs.Topology.cluster()
         True
         """
-        names = (field.name for field in fields(Topology))
-        return read_topology(path, Topology, names)
+        return read_topology(path, Topology, (field.name for field in fields(Topology)))
 
 
 @lru_cache(maxsize=4096)
-def _link(topology: Topology, mesh: Mesh, axes: tuple[str, ...], exchange: bool) -> Link:
+def _link(
+    topology: Topology, mesh: Mesh, axes: tuple[str, ...], exchange: bool,
+    partners: Partners | None = None,
+) -> Link:  # fmt: skip
     links, inner, outer = dict(topology.links), topology.inner, topology.outer
     if exchange:
         links = {axis: link.of_exchanges() for axis, link in links.items()}
@@ -480,7 +481,7 @@ def _link(topology: Topology, mesh: Mesh, axes: tuple[str, ...], exchange: bool)
     rest = tuple(axis for axis in axes if own_link(links, axis) is None)
     if rest:
         if isinstance(inner, Torus):
-            own.append(torus_link(inner, outer, mesh, rest, exchange))
+            own.append(torus_link(inner, outer, mesh, rest, exchange, partners))
         else:
             own.append(switch_link(inner, outer, topology.node_size, mesh, rest, exchange))
     return slowest(own) if own else topology.inner_link

@@ -17,6 +17,7 @@ from fshard._torch.autograd_state import graph_task_id
 from fshard._torch.fake_tensors import FakeTensor, is_recording
 from fshard._util.cache import CACHE_SIZE
 from fshard.layout.mesh import Mesh
+from fshard.program.cost.links import Partners
 from fshard.program.cost.model import Cost, collective_time
 from fshard.program.cost.rank_overlap import places
 from fshard.program.cost.shard_overlap import shard_indices
@@ -95,11 +96,12 @@ class RecordedCollective:
     """Collective that a rank would launch.
 
     Attributes:
-        op: all_gather, all_reduce, reduce_scatter or all_to_all.
+        op: all_gather, all_reduce, reduce_scatter, all_to_all or, to one rank, ppermute.
         mesh: the mesh.
         axes: the axes along which its ranks differ.
         traffic: bytes and messages of the rank.
         nbytes: bytes of the larger of its operand and its result.
+        partners: ranks that it exchanges with, along one axis; None is all of the group.
     """
 
     op: str
@@ -107,11 +109,13 @@ class RecordedCollective:
     axes: tuple[str, ...]
     traffic: Traffic
     nbytes: int
+    partners: Partners | None = None
 
     def cost(self, topology: Topology) -> Cost:
         """Return the cost of the launch, without copies around it."""
         moved = self.traffic
-        link = topology.link(self.mesh, self.axes, exchange=self.op == "all_to_all")
+        exchange = self.op in ("all_to_all", "ppermute")
+        link = topology.link(self.mesh, self.axes, exchange=exchange, partners=self.partners)
         time = collective_time(topology, link, moved, 0)
         return Cost(time, moved.sent, moved.received, self.nbytes, 1, moved.messages)
 
@@ -150,13 +154,25 @@ class RecordingTransport(ShapeTransport):
         """Record the collective; elements that the rank sends to itself are not traffic."""
         own = group.index(self.rank)
         sent, received = (x.itemsize * (sum(n) - n[own]) for n in (send, receive))
-        traffic = Traffic(sent, received, len(group) - 1, 1)
-        self._record("all_to_all", group, traffic, x.itemsize * max(sum(send), sum(receive)))
+        partners = Partners(*(
+            tuple(i - own for i, count in enumerate(counts) if count and i != own)
+            for counts in (send, receive)
+        ))  # fmt: skip
+        messages = max(1, *map(len, partners))
+        op = "ppermute" if messages == 1 and len(group) > 2 else "all_to_all"
+        nbytes = x.itemsize * max(sum(send), sum(receive))
+        self._record(op, group, Traffic(sent, received, messages, 1), nbytes, partners)
         return super().all_to_all(x, send, receive, group)
 
-    def _record(self, op: str, group: Group, traffic: Traffic, nbytes: int) -> None:
+    def _record(
+        self, op: str, group: Group, traffic: Traffic, nbytes: int, partners: Partners | None = None
+    ) -> None:
         axes = group_axes(self.mesh, group)
-        self.add(RecordedCollective(op, self.mesh, axes, traffic, nbytes))
+        if partners is not None and (
+            len(axes) != 1 or not any(partners) or len(partners.sends) == len(group) - 1 > 1
+        ):
+            partners = None
+        self.add(RecordedCollective(op, self.mesh, axes, traffic, nbytes, partners))
 
     def add(self, collective: RecordedCollective) -> None:
         """Record a collective of the phase that runs."""

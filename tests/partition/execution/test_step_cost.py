@@ -225,3 +225,25 @@ def test_weights_of_inference_are_parameters() -> None:
     memory = part.trace(torch.empty(4, 8), torch.empty(8, 6)).memory()
     assert memory.at_peak["parameters"] == 4 * 8 * 4
     assert memory.at_peak["arguments"] == 8 * 3 * 4
+
+
+@pytest.mark.parametrize(
+    ("topology", "latency", "bandwidth"),
+    [
+        (fs.Topology.tpu_v5p((4, 4, 16)), 1e-6, 9e10),
+        (fs.Topology("test", message=0.1), 0.1, 3.6e11),
+    ],
+    ids=("ring", "switch"),
+)
+def test_ppermute_sends_one_message_to_the_next_rank(
+    topology: fs.Topology, latency: float, bandwidth: float
+) -> None:
+    mesh = fs.Mesh(c=16) if topology.node_size is None else fs.Mesh(a=4, b=4, c=16)
+    ring = [(i, (i + 1) % 16) for i in range(16)]
+    shift = fs.shard_map(lambda x: fs.ppermute(x, "c", ring), mesh=mesh, in_specs=P("c"),
+                         out_specs=P("c"))  # fmt: skip
+    part = fs.partition(shift, mesh=mesh, in_specs=P("c"))
+    (event,) = part.trace(torch.empty(16 * 1024, 1024, device="meta")).roofline(topology).events
+    startup = topology.launch + (0.6e-6 if topology.node_size is None else 0.0)
+    assert event.name == "ppermute(c)"
+    assert event.time == pytest.approx(startup + latency + 1024 * 4096 / bandwidth)

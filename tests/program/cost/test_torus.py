@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 import fshard as fs
 from fshard._util.errors import ShardingError
 from fshard.layout.mesh import Mesh
-from fshard.program.cost.link_groups import Extent, exchange_link, gather_link
-from fshard.program.cost.links import Link, Torus
+from fshard.program.cost.link_groups import Extent, exchange_link, gather_link, shift_link
+from fshard.program.cost.links import Link, Partners, Torus
 from fshard.program.cost.topology import Topology
 
 HOP = Link(1e-6, 1.0)
@@ -48,7 +48,9 @@ def busiest_link(sizes: tuple[int, ...], rings: tuple[bool, ...]) -> float:
 
 
 @pytest.mark.parametrize(
-    "sizes", [(2,), (4,), (6,), (8,), (4, 4), (2, 4), (4, 2, 2), (6, 4)], ids=str
+    "sizes",
+    [(2,), (3,), (4,), (5,), (6,), (8,), (4, 4), (2, 4), (3, 5), (4, 2, 2), (6, 4)],
+    ids=str,
 )
 @pytest.mark.parametrize("ring", [True, False])
 def test_exchanges_are_as_slow_as_the_busiest_link(sizes: tuple[int, ...], ring: bool) -> None:
@@ -58,6 +60,35 @@ def test_exchanges_are_as_slow_as_the_busiest_link(sizes: tuple[int, ...], ring:
     link = exchange_link(HOP, extents)
     # Each rank sends n - 1 messages of 1 byte, and the busiest link carries this many.
     assert (n - 1) / link.bandwidth == pytest.approx(busiest_link(sizes, rings))
+
+
+@pytest.mark.parametrize("n", [3, 4, 8, 9])
+@pytest.mark.parametrize("sides", [(1,), (-1,), (1, -1), (2,), (2, -2)], ids=str)
+def test_shifts_are_as_slow_as_the_busiest_link(n: int, sides: tuple[int, ...]) -> None:
+    load: dict[tuple[int, int], float] = {}
+    for a, side in itertools.product(range(n), sides):
+        ways = paths(a, (a + side) % n, n, True)
+        for key in ways[0] if side > 0 else ways[-1]:
+            load[key] = load.get(key, 0.0) + 1
+    link = shift_link(HOP, Extent(n, 1, True), Partners(sides, tuple(-x for x in sides)))
+    if n > 2 * max(sides):  # else both ways are as long
+        assert len(sides) / link.bandwidth == pytest.approx(max(load.values()))
+        assert link.latency == pytest.approx(max(map(abs, sides)) * HOP.latency)
+
+
+def test_rings_of_messages_on_a_row_wait_for_the_one_through_it() -> None:
+    next_rank = Partners((1,), (3,))
+    assert shift_link(HOP, Extent(4, 1, False), next_rank) == Link(3e-6, 1.0)
+    assert shift_link(HOP, Extent(4, 2, True), next_rank) == Link(2e-6, 0.5)
+
+
+def test_halos_go_to_neighbours_alone() -> None:
+    pod, mesh = Topology.tpu_v5p((4, 4, 16)), Mesh(a=4, b=4, c=16)
+    src = fs.Spec(mesh, fs.P("c"), shape=(16 * 1024, 1024))
+    windows = tuple((max(0, 1024 * i - 64), min(16384, 1024 * i + 1088)) for i in range(16))
+    program = fs.Program(src, (fs.HaloExchange((windows,), "zeros"),), topology=pod)
+    copies = 4096 * (1024 + 128) * 2 / pod.memory
+    assert program.cost().time == pytest.approx(1e-6 + 64 * 4096 / 9e10 + copies)
 
 
 @pytest.mark.parametrize("n", range(2, 17))
