@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from fshard._util.cache import CACHE_SIZE
+from fshard._util.dtypes import multiplication_flops
 from fshard.layout.mesh import Axes, Mesh
 from fshard.ops.core.call import Meta, OpCall
 from fshard.ops.core.rule import Rule
@@ -177,7 +178,8 @@ def compute_time(
 ) -> ComputeTime:
     """Return the seconds of the unsharded call on one device.
 
-    Every combination of factors is one multiplication where several tensors are contracted.
+    Every combination of factors is one multiplication, and an addition, where several tensors are
+    contracted.
     """
     products = 0.0
     metas = (*call.operands, *call.results)
@@ -189,7 +191,8 @@ def compute_time(
             longer = max((window.of, window.name), key=lambda name: sizes.get(name, 0))
             loops.pop(longer, None)
         dtype = next(meta.dtype for meta in call.operands if meta is not None)
-        products = 2 * math.prod(loops.values()) / topology.flops_per_second(dtype)
+        flops = multiplication_flops(dtype) * math.prod(loops.values())
+        products = flops / topology.flops_per_second(dtype)
     return ComputeTime(products, tensors)
 
 

@@ -1,9 +1,10 @@
 """FLOPs and bytes of one operation of PyTorch on one device, from the shapes of its tensors.
 
 Products, convolutions and attention have the formulas of `torch.utils.flop_counter`: two operations
-for each multiplication that is added up, and attention counts without its mask. Other operations
-count one for each element of their largest tensor, copies and rearrangements none. Every tensor is
-read or written once; an operation that reads rows by index reads as many as it returns.
+for each multiplication that is added up, eight for a complex one, and attention counts without its
+mask. Other operations count one for each element of their largest tensor, copies and rearrangements
+none. Every tensor is read or written once; an operation that reads rows by index reads as many as
+it returns.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard._torch.operators import schema_or_none
+from fshard._util.dtypes import is_inexact, multiplication_flops
 from fshard.layout.tree import tensors_in
 
 aten = torch.ops.aten
@@ -93,7 +95,7 @@ def operation_cost(
         read = 0
     else:
         read = _nbytes(operands[1:] if packet in OVERWRITES else operands)
-    computed = [x for x in (*operands, *results) if x.dtype.is_floating_point] or results
+    computed = [x for x in (*operands, *results) if is_inexact(x)] or results
     is_product = packet in _formulas() or packet in PRODUCTS
     return OperationCost(flops, read + written, computed[0].dtype, is_product)
 
@@ -127,9 +129,9 @@ def _flops(
 ) -> int:  # fmt: skip
     formula = _formulas().get(packet)
     if formula is not None:
-        return int(formula(*args, **kwargs, out_val=out))
+        return _real_share(tensors) * int(formula(*args, **kwargs, out_val=out))
     if packet in PRODUCTS:
-        return 2 * int(args[PRODUCTS[packet]].numel())
+        return _real_share(tensors) * 2 * int(args[PRODUCTS[packet]].numel())
     if packet in MOVES:
         return 0
     if args and isinstance(args[0], list | tuple):  # one operation for every tensor of a list
@@ -137,9 +139,17 @@ def _flops(
     return max(x.numel() for x in tensors)
 
 
+def _real_share(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the real operations of one that formulas count."""
+    return multiplication_flops(next(iter(tensors)).dtype) // 2
+
+
 @lru_cache(maxsize=1)
 def _formulas() -> dict[Any, Callable[..., int]]:
-    """Return the formulas of PyTorch's counter, and of attention on the CPU, which it lacks."""
+    """Return the formulas of PyTorch's counter, and those that it lacks of operations on the CPU.
+
+    They are attention, and layers of LSTMs: a product with both weights for each row and step.
+    """
     from torch.utils.flop_counter import (  # the import takes a while
         flop_registry,
         sdpa_backward_flop_count,
@@ -152,8 +162,13 @@ def _formulas() -> dict[Any, Callable[..., int]]:
     def attention_backward(grad: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
         return int(sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape))
 
+    def recurrent(x: Any, weight: Any, hidden: Any, *_: Any, **__: Any) -> int:
+        return 2 * math.prod(x.shape[:-1]) * (weight.numel() + hidden.numel())
+
     return {
         **flop_registry,
+        aten.mkldnn_rnn_layer: recurrent,
+        aten.mkldnn_rnn_layer_backward: lambda *args, **options: 2 * recurrent(*args, **options),
         aten._scaled_dot_product_flash_attention_for_cpu: attention,
         aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward,
     }

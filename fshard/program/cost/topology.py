@@ -376,7 +376,8 @@ class Topology(NotebookView):
         """Return the floating-point operations per second of one device in `dtype`.
 
         Args:
-            dtype: The dtype of the operands. One without a rate of its own has the least rate.
+            dtype: The dtype of the operands. A complex one has the rate of its real numbers; one
+                without a rate of its own has the least rate.
 
         >>> import fshard as fs
         >>> import torch
@@ -384,7 +385,7 @@ class Topology(NotebookView):
         197000000000000.0
         """
         rates = dict(self.flops)
-        return rates.get(str(dtype).removeprefix("torch."), min(rates.values()))
+        return rates.get(str(dtype.to_real()).removeprefix("torch."), min(rates.values()))
 
     def link(
         self, mesh: Mesh, axes: Axes, *, exchange: bool = False, partners: Partners | None = None
@@ -411,8 +412,7 @@ class Topology(NotebookView):
         >>> cluster.link(mesh, ("dp", "tp"), exchange=True) == cluster.outer
         True
         """
-        where = "fs.Topology.link"
-        mesh = as_mesh(mesh, where)
+        mesh = as_mesh(mesh, where := "fs.Topology.link")
         return _link(self, mesh, mesh.check_axes(axes, where), exchange, partners)
 
     def between(self, mesh: Mesh, other: Mesh) -> Link:

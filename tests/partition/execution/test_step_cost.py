@@ -247,3 +247,20 @@ def test_ppermute_sends_one_message_to_the_next_rank(
     startup = topology.launch + (0.6e-6 if topology.node_size is None else 0.0)
     assert event.name == "ppermute(c)"
     assert event.time == pytest.approx(startup + latency + 1024 * 4096 / bandwidth)
+
+
+def test_complex_products_count_eight_for_each_multiplication() -> None:
+    part = fs.partition(torch.matmul, mesh=fs.Mesh(x=2), in_specs=(P("x"), P()))
+    a, b = (torch.empty(64, 64, dtype=torch.complex64, device="meta") for _ in range(2))
+    topology = fs.Topology("test", kernel=0.0, memory=1e15,
+                           flops={"float32": 1e12, "float64": 1e9})  # fmt: skip
+    (event,) = part.trace(a, b).roofline(topology).events
+    assert (event.flops, event.time) == (8 * 32 * 64 * 64, pytest.approx(8 * 32 * 64 * 64 / 1e12))
+
+
+def test_layers_of_lstms_count_products() -> None:
+    layer, rows = torch.nn.LSTM(16, 8, batch_first=True), 4 * 10
+    part = fs.partition(lambda x: layer(x)[0], mesh=fs.Mesh(dp=2), in_specs=P("dp"))
+    once = 2 * rows * 4 * 8 * (16 + 8)
+    x = torch.empty(8, 10, 16, device="meta", requires_grad=True)
+    assert part.trace(x).roofline().product_flops == 3 * once
