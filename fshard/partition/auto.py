@@ -98,6 +98,8 @@ class Auto(NotebookView):
         text = [line[2:] for line in columns(layouts) or below(layouts)]
         hidden = " if collectives of arguments are hidden" if self.partition.overlap else ""
         text.append(_cost_text(self.time, self.memory, hidden))
+        planned = time_text(self.partitioned.roofline().time)
+        text.append(f"{planned} a step by roofline(), which has the operations of both passes")
         text += [self._proof(), self.explored]
         rows = [
             (f"{name} as {p}", _cost_text(time, memory))

@@ -64,7 +64,16 @@ def assert_communicates(
     forward  all_gather  tp           1    0      -  differs
     forward  all_reduce  tp           0    1   64 B  differs
     """
-    where = "fs.testing.assert_communicates"
+    return _checked_call("fs.testing.assert_communicates", function, args, counts, bytes=bytes,
+                         backward=backward, backward_bytes=backward_bytes)  # fmt: skip
+
+
+def _checked_call(
+    where: str, function: Callable[..., Any], args: Sequence[Any], counts: Counts, *,
+    bytes: int | None = None,  # noqa: A002
+    backward: Counts | None = None, backward_bytes: int | None = None,
+) -> Any:  # fmt: skip
+    """Return the results of a call; raise if it runs other collectives."""
     if not isinstance(args, tuple | list):
         fail(
             where,
@@ -113,4 +122,5 @@ def assert_local(
     >>> x = fs.shard(torch.ones(4, 8), fs.Mesh(tp=2), fs.P(None, "tp"))
     >>> y = fs.testing.assert_local(lambda x: fs.apply(torch.relu, x), (x,), backward=True)
     """
-    return assert_communicates(function, args, {}, backward={} if backward else None)
+    where = "fs.testing.assert_local"
+    return _checked_call(where, function, args, {}, backward={} if backward else None)

@@ -65,6 +65,9 @@ def assert_like_one_device(
             "args must be a tuple or a list of positional arguments",
             "(x,) for one argument",
         )
+    if (rtol is None) != (atol is None):
+        fail(WHERE, f"rtol={rtol}, atol={atol}", "rtol and atol must be given together, or neither",
+             "rtol=1e-5, atol=1e-6")  # fmt: skip
     leaves, treedef = flatten(tuple(args))
     names = paths(tuple(args), "args")
     values = [unshard(leaf).detach() if isinstance(leaf, Sharded) else leaf for leaf in leaves]

@@ -76,7 +76,7 @@ def test_local_calls() -> None:
     x, w = operands()
     fs.testing.assert_local(lambda x: fs.apply(torch.relu, x), (x,), backward=True)
     fs.testing.assert_local(lambda x, w: fs.apply(torch.matmul, x, w), (x, w))
-    with pytest.raises(AssertionError, match=r"backward\s+all_reduce\s+dp"):
+    with pytest.raises(AssertionError, match=r"assert_local(.|\s)*backward\s+all_reduce\s+dp"):
         fs.testing.assert_local(lambda x, w: fs.apply(torch.matmul, x, w), (x, w), backward=True)
 
 
@@ -98,9 +98,15 @@ def test_malformed_calls_are_refused(args: Any, options: Any, message: str) -> N
         fs.testing.assert_communicates(layer, args, {}, **options)
 
 
-@pytest.mark.parametrize("counts", [[("all_reduce", 1)], {"all_reduce": "1"}, None])
+@pytest.mark.parametrize("counts", [
+    [("all_reduce", 1)], {"all_reduce": "1"}, None, {("all_reduce", "tp", "dp"): 1}, {3: 1},
+])  # fmt: skip
 def test_counts_are_numbers_of_launches(counts: Any) -> None:
     with fs.comm_log() as log:
         pass
     with pytest.raises(fs.ShardingError, match="to numbers of launches"):
         log.assert_only(counts)
+
+
+def test_one_axis_may_be_a_tuple() -> None:
+    fs.testing.assert_communicates(layer, operands(), {("all_reduce", ("tp",)): 1})

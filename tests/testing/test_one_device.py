@@ -100,3 +100,8 @@ def test_other_structure_of_results_fails() -> None:
 def test_args_must_be_a_tuple() -> None:
     with pytest.raises(fs.ShardingError, match="args is a Sharded"):
         fs.testing.assert_like_one_device(sharded_mlp, mlp, X)  # type: ignore[arg-type]
+
+
+def test_tolerances_come_together() -> None:
+    with pytest.raises(fs.ShardingError, match="rtol and atol must be given together"):
+        fs.testing.assert_like_one_device(sharded_mlp, mlp, (X, W), atol=1e-3)

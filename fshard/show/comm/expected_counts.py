@@ -21,15 +21,30 @@ DIFFERS = "differs"
 
 def compare_counts(where: str, phases: Iterable[tuple[str, Phase, Counts, int | None]]) -> None:
     """Raise if the launches or bytes of a phase are not the expected ones."""
-    phases = tuple(phases)
-    for _, _, counts, _ in phases:
-        if not isinstance(counts, Mapping) or not all(type(n) is int for n in counts.values()):
-            fail(where, f"counts {counts!r}", "counts must map operations, or operations and axes, "
-                 "to numbers of launches", '{"all_reduce": 1}, say')  # fmt: skip
-    rows = [row for phase in phases for row in _rows(*phase)]
+    rows = [
+        row for name, phase, counts, nbytes in phases
+        for row in _rows(name, phase, _by_key(where, counts), nbytes)
+    ]  # fmt: skip
     if any(row[-1] for row in rows):
         title = f"{where}: collectives that ran"
         raise AssertionError(str(Table(title, COLUMNS, tuple(rows))))
+
+
+def _by_key(where: str, counts: Counts) -> Counts:
+    """Return counts by the keys of a phase, in which one axis is a string; raise for others."""
+    keyed: dict[str | Key, int] = {}
+    for key, count in counts.items() if isinstance(counts, Mapping) else [(None, None)]:
+        if type(count) is not int or not (isinstance(key, str) or _is_key(key)):
+            fail(where, f"counts {counts!r}", "counts must map operations, or operations and axes, "
+                 "to numbers of launches", '{"all_reduce": 1}, say')  # fmt: skip
+        single = isinstance(key, tuple) and len(key[1]) == 1
+        keyed[(key[0], key[1][0]) if single else key] = count
+    return keyed
+
+
+def _is_key(key: object) -> bool:
+    """Return True for an operation with an axis or axes."""
+    return isinstance(key, tuple) and len(key) == 2 and isinstance(key[1], str | tuple)
 
 
 def _rows(name: str, phase: Phase, counts: Counts, nbytes: int | None) -> Iterator[Row]:

@@ -16,6 +16,7 @@ import torch
 
 import fshard as fs
 from fshard import Mesh, P, PartitionSpec
+from fshard._util.text import time_text
 from fshard.ops.propagate.choice_hints import RoleHint
 from fshard.partition.layout_search import choice_search, role_labels, variable_elimination
 from fshard.partition.layout_search.choice_search import (
@@ -126,6 +127,9 @@ def test_choice_runs_and_explains() -> None:
     lines = choice.explain().splitlines()
     assert lines[0].startswith("args[0]['a']  P(")
     assert " a step, " in lines[3]
+    assert lines[4].startswith(
+        f"{time_text(choice.partitioned.roofline().time)} a step by roofline()"
+    )
     assert str(choice) == choice.explain()
     # No alternative repeats the choice.
     chosen = [line.partition("  ")[::2] for line in lines[:3]]
