@@ -163,7 +163,7 @@ def _formulas() -> dict[Any, Callable[..., int]]:
         return int(sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape))
 
     def recurrent(x: Any, weight: Any, hidden: Any, *_: Any, **__: Any) -> int:
-        return 2 * math.prod(x.shape[:-1]) * int(weight.numel() + hidden.numel())
+        return int(2 * math.prod(x.shape[:-1]) * (weight.numel() + hidden.numel()))
 
     return {
         **flop_registry,
