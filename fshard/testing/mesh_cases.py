@@ -34,7 +34,7 @@ def meshes(
     Args:
         *shapes: meshes, or sizes by axis: `{"dp": 2, "tp": 2}`.
         processes: also run the test on one real process a rank of each mesh, after `fs.init(mesh)`;
-            the test function must be at the top level of its module, and the values of its other
+            the test must be at the top level of its module, or a method there, and its other
             arguments must pickle.
         timeout: seconds until processes that have not answered are taken to hang.
 
@@ -71,7 +71,7 @@ def meshes(
         def run(*args: Any, mesh: Any, **kwargs: Any) -> None:
             case = mesh if isinstance(mesh, MeshCase) else MeshCase(mesh, False)
             if case.on_processes:
-                run_ranks(_run_on_rank, run, case.mesh, kwargs, nproc=case.mesh.size,
+                run_ranks(_run_on_rank, run, case.mesh, args, kwargs, nproc=case.mesh.size,
                           timeout=timeout)  # fmt: skip
             else:
                 test(*args, mesh=case.mesh, **kwargs)
@@ -82,7 +82,7 @@ def meshes(
     return decorate
 
 
-def _run_on_rank(run: Any, mesh: Mesh, kwargs: dict[str, Any]) -> None:
+def _run_on_rank(run: Any, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Run the test under a wrapper of `meshes` on this process's rank."""
     init(mesh)
-    run.__wrapped__(mesh=mesh, **kwargs)
+    run.__wrapped__(*args, mesh=mesh, **kwargs)

@@ -42,7 +42,7 @@ def test_long_sequences_take_the_ring_and_short_ones_do_not() -> None:
     assert "all_gather" in texts[64]
     assert "ring_attention" not in texts[64]
     assert "ring_attention" in texts[65536]
-    assert "→ 3 x all_to_all(cp)  in the body" in texts[65536]
+    assert "→ 3 x ppermute(cp)  in the body" in texts[65536]
     assert "all_gather" not in texts[65536]
 
 

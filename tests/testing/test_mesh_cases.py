@@ -22,6 +22,11 @@ import fshard as fs
 def test_mesh(mesh):
     assert isinstance(mesh, fs.Mesh)
 
+class TestMethods:
+    @fs.testing.meshes({"x": 2}, processes=True)
+    def test_method(self, mesh):
+        assert mesh.size == 2
+
 def test_log(comm_log):
     x = fs.shard(torch.arange(4.0), fs.Mesh(x=2), fs.P("x"))
     fs.reshard(x, fs.P())
@@ -61,6 +66,6 @@ def test_plugin_gives_fixtures(tmp_path: Path) -> None:
         cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "PATH": ""},
         capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
-    assert "4 passed" in done.stdout, done.stdout + done.stderr
+    assert "6 passed" in done.stdout, done.stdout + done.stderr
     entry = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
     assert entry == {"pytest11": {"fshard": "fshard.testing.pytest_plugin"}}
