@@ -27,6 +27,7 @@ from fshard._util.errors import ShardingError
 from fshard.layout.tree import tensors_in
 from fshard.run.transports.base import LABEL, Event, Label, ObservedCall, observe_only
 from fshard.run.transports.divergence_report import lost
+from fshard.run.transports.observed_calls import LastCall
 from fshard.run.transports.reduce_dtypes import TensorFunction
 from fshard.run.transports.shape_only import meta_as_real
 
@@ -274,6 +275,7 @@ class Recording:
         out: a meta tensor like the result.
         label: the label of the call.
         events: the collectives, for observers, by the phase in which it runs.
+        last: the last call that observers saw.
     """
 
     function: TensorFunction
@@ -285,6 +287,7 @@ class Recording:
     out: torch.Tensor
     label: Label | None
     events: dict[str, tuple[Event, ...]]
+    last: LastCall | None = None
     _transposed: Recording | None = None
 
     @property

@@ -339,12 +339,40 @@ def test_the_line_is_that_of_the_innermost_call_of_fshard(collective: Any) -> No
     assert lines == {f"{__file__}:{collective.__code__.co_firstlineno}"}
 
 
+def deep(depth: int, x: torch.Tensor) -> torch.Tensor:
+    return deep(depth - 1, x) if depth else fs.psum(x, "tp")
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_lines_of_equal_collectives_that_alternate(check: bool) -> None:
+    program = fs.redistribute(
+        fs.Spec(TWO, P(unreduced={"tp"}), shape=(4,)), fs.Spec(TWO, P(), shape=(4,))
+    )
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        for depth in range(3):
+            fs.psum(x, "tp")
+            fs.pmean(x, "tp"), fs.psum(x, "tp")
+            deep(depth, x)
+            program(fs.pcast(x, "tp", to="unreduced") if check else x)
+        return x
+
+    run = fs.shard_map(body, mesh=TWO, in_specs=P("tp"), out_specs=P("tp"), check=check)
+    with fs.comm_log() as log:
+        run(fs.shard(torch.ones(8), TWO, P("tp")))
+    start, inner = body.__code__.co_firstlineno, deep.__code__.co_firstlineno
+    counts = {start + 2: "3", start + 3: "6", inner + 1: "3", start + 5: "3"}
+    rows = {row[0]: row[1] for row in rows_of(log.by("line")) if row[1]}
+    assert rows == {f"{__file__}:{line}": count for line, count in counts.items()}
+
+
 def test_equal_calls_are_merged_before_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comm_log, "CACHE_SIZE", 4)
     pair = fs.shard(torch.ones(8), TWO, P("tp"))
     with fs.comm_log() as log:
         for _ in range(20):
-            observed_calls._CALLS.clear()  # as when it is full
+            observed_calls._CALLS.clear()  # as when both are full
+            observed_calls._single_launch.cache_clear()
             fs.reshard(pair, P())
     assert len(log._calls) < 20
     assert log.counts == {("all_gather", "tp"): 20}

@@ -28,18 +28,24 @@ from fshard.run.transports.divergence_report import (
     user_frame,
 )
 
-LIBRARY_DEPTH = 6
-"""Number of frames from `notify` outwards, itself included, that are fshard's in a labelled call.
-
-Frame objects of them would cost half a microsecond each.
-"""
-
-_CALLS: BoundedDict[Hashable, tuple[ObservedCall, CodeType | None]] = BoundedDict()
-"""By launch, the user's code and instruction in it, label, module and phase: the call and the code.
+_CALLS: BoundedDict[Hashable, LastCall] = BoundedDict()
+"""Calls by launch, the user's code and instruction in it, label, module and phase.
 
 Codes and labels are keys by their ids, since their hashes would take a microsecond; values keep
 them alive.
 """
+
+
+@dataclass(slots=True, eq=False)
+class LastCall:
+    """Observed call of a launch, and what identifies it among the calls of this launch."""
+
+    call: ObservedCall
+    code: CodeType | None
+    instruction: int
+    label: Label | None
+    module: str
+    phase: str
 
 
 class ObservedLaunch(Protocol):
@@ -48,28 +54,52 @@ class ObservedLaunch(Protocol):
     Attributes:
         events: the collectives, by the phase in which they run.
         label: the label of the call, if none is set while they run.
+        last: the call that was observed last: a loop launches from one line.
     """
 
     events: dict[str, tuple[Event, ...]]
     label: Label | None
+    last: LastCall | None
 
 
 @dataclass(slots=True, eq=False)
 class _SingleLaunch:
-    """Launch of one collective."""
+    """Launch of one collective.
+
+    Attributes:
+        entry: the outermost function of fshard in the last call, the number of frames from it to
+            that of `notify`, and the label of the call: calls of one label nest no others.
+    """
 
     events: dict[str, tuple[Event, ...]]
     label: Label | None = None
+    last: LastCall | None = None
+    entry: tuple[CodeType | None, int, Label | None] = None, 0, None
 
 
 def notify(
     op: str, axes: tuple[str, ...], nbytes: int, rank: int, dtype: torch.dtype | None = None
 ) -> None:  # fmt: skip
-    """Call all observers for one collective."""
-    if OBSERVERS.get():
-        launch, label = _single_launch(op, axes, nbytes, rank, dtype), LABEL.get()
-        frame = sys._getframe() if label is None else _outer_frame()
-        notify_call(launch, frame if label is not None and label.line else user_frame(frame))
+    """Call all observers for one collective.
+
+    The user's frame is the caller of fshard's outermost function, which is where it was in the last
+    call: frames within it are passed over, whose objects cost half a microsecond each.
+    """
+    if not OBSERVERS.get():
+        return
+    launch, label = _single_launch(op, axes, nbytes, rank, dtype), LABEL.get()
+    if label is not None and label.line:  # it says where the call was made
+        notify_call(launch, None)
+        return
+    code, depth, known = launch.entry
+    try:
+        entry = sys._getframe(depth)
+    except ValueError:  # there are not so many frames
+        entry = None
+    if entry is not None and entry.f_code is code and known is label:
+        notify_call(launch, entry.f_back)
+    else:
+        notify_call(launch, _find_caller(launch, label))
 
 
 @lru_cache(maxsize=CACHE_SIZE)
@@ -82,40 +112,47 @@ def _single_launch(
     )
 
 
-def _outer_frame() -> FrameType:
-    """Return the frame at `LIBRARY_DEPTH` from the caller, or the innermost of fewer frames."""
-    try:
-        return sys._getframe(LIBRARY_DEPTH + 1)
-    except ValueError:  # in a thread of PyTorch's
-        return sys._getframe()
+def _find_caller(launch: _SingleLaunch, label: Label | None) -> FrameType | None:
+    """Return the user's frame that called fshard, and record where it was found."""
+    outermost, depth = sys._getframe(1), 0
+    user = user_frame(outermost)
+    while outermost.f_back is not user and outermost.f_back is not None:
+        outermost, depth = outermost.f_back, depth + 1
+    launch.entry = outermost.f_code, depth, label
+    return user
 
 
 def notify_call(launch: ObservedLaunch, frame: FrameType | None) -> ObservedCall:
     """Call all observers for a launch, as one of the user's call, and return that call.
 
     The call is searched from `frame` outwards; None is no frame of the user's. Every observed
-    collective comes here, so that the parts of the key are read without functions of Python.
+    collective comes here, so that what identifies a call is read without functions of Python.
     """
-    running, modules, backward = LABEL.get(), MODULES.get(), graph_task_id() != -1
+    label, modules = LABEL.get(), MODULES.get()
+    # A checkpoint recomputes forward collectives in the backward pass: they count there.
+    phase = PHASE.get() if graph_task_id() == -1 else "backward"
     module = modules[-1][1] if modules else ""
-    if frame is None or (running is not None and running.line):  # it says where the call was made
+    if frame is None or (label is not None and label.line):  # it says where the call was made
         code, instruction = None, 0
     else:
         code, instruction = frame.f_code, frame.f_lasti
-    key = (
-        launch, id(code), instruction, running and id(running), module, backward or PHASE.get(),
-    )  # fmt: skip
-    known = _CALLS.get(key)
-    if known is None:
-        user = user_frame(frame)
-        if user is not frame:
-            return notify_call(launch, user)
-        # A checkpoint recomputes forward collectives in the backward pass: they count there.
-        events = launch.events["backward" if backward else PHASE.get()]
-        known = _CALLS[key] = _new_call(events, running or launch.label, module, user), code
+    last = launch.last
+    if (
+        last is None or last.code is not code or last.instruction != instruction
+        or last.label is not label or last.module != module or last.phase != phase
+    ):  # fmt: skip
+        key = launch, id(code), instruction, label and id(label), module, phase
+        last = _CALLS.get(key)
+        if last is None:
+            user = user_frame(frame)
+            if user is not frame:
+                return notify_call(launch, user)
+            call = _new_call(launch.events[phase], label or launch.label, module, user)
+            last = _CALLS[key] = LastCall(call, code, instruction, label, module, phase)
+        launch.last = last
     for observer in tuple(OBSERVERS.get()):
-        observer(known[0])
-    return known[0]
+        observer(last.call)
+    return last.call
 
 
 def _new_call(
