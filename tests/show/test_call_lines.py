@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import fshard as fs
-from tests.helpers.log_tables import rows_of
 
 P = fs.PartitionSpec
 TWO = fs.Mesh(tp=2)
@@ -39,7 +38,7 @@ def test_the_line_is_that_of_the_innermost_call_of_fshard(collective: Any) -> No
     pair = fs.shard(torch.ones(8), TWO, P("tp"))  # whose call has no traffic at its boundary
     with fs.comm_log() as log:
         run(pair)
-    lines = {row[0] for row in rows_of(log.by("line")) if row[1]}
+    lines = {row[0] for row in log.by("line").rows if row[1]}
     assert lines == {f"{__file__}:{collective.__code__.co_firstlineno}"}
 
 
@@ -66,5 +65,5 @@ def test_lines_of_equal_collectives_that_alternate(check: bool) -> None:
         run(fs.shard(torch.ones(8), TWO, P("tp")))
     start, inner = body.__code__.co_firstlineno, deep.__code__.co_firstlineno
     counts = {start + 2: "3", start + 3: "6", inner + 1: "3", start + 5: "3"}
-    rows = {row[0]: row[1] for row in rows_of(log.by("line")) if row[1]}
+    rows = {row[0]: row[1] for row in log.by("line").rows if row[1]}
     assert rows == {f"{__file__}:{line}": count for line, count in counts.items()}

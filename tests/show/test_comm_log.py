@@ -22,13 +22,17 @@ from fshard.run.transports.base import Event, ObservedCall, observe, unobserved
 from fshard.run.transports.observed_calls import notify
 from fshard.show.comm import comm_log
 from fshard.show.comm.phase import FIELDS
-from tests.helpers.log_tables import rows_of
+from fshard.show.table import Table
 from tests.helpers.spec_grid import random_global
 from tests.helpers.strategies import meshes, spec_pairs
 
 P = fs.PartitionSpec
 MESH = fs.Mesh(dp=2, tp=4)
 TWO = fs.Mesh(tp=2)
+
+
+def rows_of(table: Table) -> list[tuple[str, ...]]:
+    return list(table.rows)
 
 
 def spec(partition: fs.PartitionSpec, *shape: int) -> fs.Spec:
