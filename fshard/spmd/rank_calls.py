@@ -23,6 +23,7 @@ from fshard._torch.autograd_state import (
     nodes_behind,
 )
 from fshard._torch.functorch import (
+    apply_function,
     has_tangent,
     run_with_tangents,
     transforms_active,
@@ -198,11 +199,14 @@ class RecordedCall(RankCall):
             owned = map(own_memory, xs) if self.transformed else xs
             leaves = tuple([leaf(x) if t else x for x, t in zip(owned, tracked, strict=True)])
             if not is_hooked:
-                ys = self.function(rank.rank, leaves)
+                is_leaf = [x.is_leaf and x.requires_grad for x in xs]  # so it is on processes
+                pairs = zip(leaves, is_leaf, tracked, strict=True)
+                args = tuple([x if own or not t else argument(x) for x, own, t in pairs])
+                ys = self.function(rank.rank, args)
                 return (leaves, ys), ys
             with self.saved.collecting():  # the ends of the graph are of no other use
                 ends = tuple([x if x.requires_grad else x.detach() for x in leaves])
-                ys = self.function(rank.rank, tuple([x.view_as(x) for x in ends]))
+                ys = self.function(rank.rank, tuple(map(argument, ends)))
                 return (ends, tuple([UNSAFE_VIEW(y, y.shape) for y in ys])), ys
 
         with torch.set_grad_enabled(self.grad_mode or any(tracked)):
@@ -405,3 +409,28 @@ def check_forward_mode(graphs: Sequence[Graph]) -> None:
 def leaf(x: torch.Tensor) -> torch.Tensor:
     """Return a leaf with the memory of `x`, which requires grad if it can have one."""
     return x.detach().requires_grad_(is_inexact(x))
+
+
+class _Argument(torch.autograd.Function):
+    """Return a tensor with the memory and the version of a leaf, not a view that autograd knows.
+
+    On processes too a function gets a result of the boundary, which it may write in place.
+    """
+
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x.detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Locals, output: torch.Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+def argument(x: torch.Tensor) -> torch.Tensor:
+    """Return the argument of a function whose graph begins at the leaf `x`."""
+    y: torch.Tensor = apply_function(_Argument, x)
+    return y

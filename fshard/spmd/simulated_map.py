@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from fshard._torch.autograd_state import keeps_graph, runs_in_backward
+from fshard._torch.autograd_state import UNSAFE_VIEW, keeps_graph, runs_in_backward
 from fshard._torch.functorch import (
     apply_function,
     derivative_levels,
@@ -143,15 +143,41 @@ def map_ranks(
     call = RecordedCall(scope, function, levels, lambda _: check_agreement())
     with call.recording():
         results = call.run(rows, record=True)
+        _accumulate_gradients(call, slots, flat)
         if not any(y.requires_grad for ys in results for y in ys):
             return list(zip(*results, strict=True))
         assert call.graphs is not None
         inputs, outputs = ([x for graph in call.graphs for x in graph[side]] for side in (0, 1))
         call.closures = find_closure_inputs(fn, inputs, outputs)
+        # Of what the node saves its edges count; the values are in the graphs, which check writes.
+        flat = tuple([UNSAFE_VIEW(x, x.shape) for x in flat])
         if call.closures:
             slots, flat = slots + tuple(map(share, call.closures)), flat + call.closures
             call.graphs = [(xs + call.closures, ys) for xs, ys in call.graphs]
         return _shards(_apply_node(call, Ends(slots), flat), mesh.size)
+
+
+def _accumulate_gradients(call: RecordedCall, slots: Slots, flat: Locals) -> None:
+    """Pass gradients that `backward()` has left at the arguments of ranks to the caller's tensors.
+
+    On processes it goes through the boundary itself; types, where they are tracked, refuse it.
+    """
+    inputs = zip(*[xs for xs, _ in call.graphs or ()], strict=True)
+    columns = _columns(slots, flat, call.scope.mesh.size)
+    for slot, xs, ends in zip(slots, columns, inputs, strict=True):
+        grads = [x.grad for x in ends]
+        if all(g is None for g in grads):
+            continue
+        if slot is None:
+            pairs = [(x, g) for x, g in zip(xs, grads, strict=True) if x.requires_grad]
+        else:
+            shards = [torch.zeros_like(x) if x.grad is None else x.grad for x in ends]
+            pairs = [(xs[0], slot.unsharded(tuple(shards)))]
+        for end in ends:
+            end.grad = None
+        for x, g in pairs:
+            if g is not None:
+                x.backward(g, retain_graph=True)
 
 
 def _map_transformed(

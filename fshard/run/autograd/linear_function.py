@@ -433,7 +433,7 @@ class _Extreme(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensors) -> None:
         ctx.op, ctx.on_shards, *xs = inputs
-        ctx.n, ctx.label = len(xs), backward_label(LABEL.get())
+        ctx.n, ctx.label = len(xs), backward_label()
         ctx.save_for_backward(*xs, *output)
         ctx.save_for_forward(*xs, *output)
 

@@ -13,6 +13,7 @@ from fshard._torch.memory import materialized
 from fshard._torch.modes import num_dispatch_modes
 from fshard.run.capture import Recording
 from fshard.run.transports.base import (
+    LABEL,
     OBSERVERS,
     Label,
     ObservedCall,
@@ -20,6 +21,7 @@ from fshard.run.transports.base import (
     direct_transport,
     labelled,
 )
+from fshard.run.transports.divergence_report import backward_label
 from fshard.run.transports.observed_calls import (
     notify_call,
     notify_transposed,
@@ -43,7 +45,8 @@ def replay(recordings: Sequence[Recording], xs: Sequence[torch.Tensor]) -> Seque
         for recording in recordings:  # a comprehension over `frame` would cost three
             calls.append(notify_call(recording, frame))
     if torch.is_grad_enabled() and any([x.requires_grad for x in xs]):  # noqa: C419 - one frame
-        results: Sequence[torch.Tensor] = _Replay.apply(recordings, calls, *xs)  # type: ignore[no-untyped-call]
+        labels = [backward_label(recording.label) for recording in recordings]
+        results: Sequence[torch.Tensor] = _Replay.apply(recordings, calls, labels, *xs)  # type: ignore[no-untyped-call]
         return results
     return _run_together(recordings, calls, xs)
 
@@ -78,10 +81,13 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, recordings: Sequence[Recording], calls: Calls, *xs: torch.Tensor
+        ctx: Any,
+        recordings: Sequence[Recording],
+        calls: Calls,
+        labels: Sequence[Label | None],
+        *xs: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        ctx.recordings = recordings
-        ctx.calls = calls
+        ctx.recordings, ctx.calls, ctx.labels = recordings, calls, labels
         ctx.set_materialize_grads(False)
         ys = _run_together(recordings, calls, xs)
         ctx.mark_non_differentiable(
@@ -91,15 +97,16 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        calls = ctx.calls or [None] * len(grads)
-        running = [
-            None if grad is None else _transposed(recording, grad, call)
-            for recording, grad, call in zip(
-                reversed(ctx.recordings), reversed(grads), reversed(calls), strict=True
-            )
-        ]
-        results = [None if start is None else _finished(start) for start in running]
-        return None, None, *reversed(results)
+        running, calls = [], ctx.calls or [None] * len(grads)
+        launches = zip(ctx.recordings, grads, calls, ctx.labels, strict=True)
+        for recording, grad, call, label in reversed([*launches]):
+            with labelled(label):
+                running.append(None if grad is None else _transposed(recording, grad, call))
+        results = []
+        for start, label in zip(running, reversed(ctx.labels), strict=True):
+            with labelled(label):
+                results.append(None if start is None else _finished(start))
+        return None, None, None, *reversed(results)
 
 
 def _transposed(
@@ -112,12 +119,12 @@ def _transposed(
     transposed = recording.T
     plain = type(grad) is torch.Tensor and not is_legacy_batched(grad)
     if direct_transport() is None or not plain:
-        with backward_phase(transposed_label(call)):
+        with backward_phase(transposed_label(call) or LABEL.get()):
             return transposed.function(grad)
     if not transposed.is_identity:
         grad = materialized(grad)  # as when it was recorded
     if torch.is_grad_enabled() and grad.requires_grad:
-        with backward_phase(transposed_label(call)):
+        with backward_phase(transposed_label(call) or LABEL.get()):
             return replay((transposed,), (grad,))[0]
     running = transposed.start(grad)
     if OBSERVERS.get():

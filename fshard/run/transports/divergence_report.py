@@ -32,7 +32,6 @@ from fshard.run.transports.base import (
     Transport,
     current_module,
     current_transport,
-    is_observed,
     is_simulated,
 )
 
@@ -134,23 +133,16 @@ def call_label(label: Label, frame: FrameType) -> Label:
 
 
 def deferred_label(label: Label) -> Label:
-    """Return the label for a later launch, with line and module of the call that runs.
-
-    It is `label` itself if nothing reads them.
-    """
-    if CHECKED.get() is None and not is_simulated() and not is_observed():
-        return label
+    """Return the label for a later launch, with line and module of the call that runs."""
     return call_label(label, sys._getframe(1))
 
 
 def backward_label(label: Label | None = None) -> Label | None:
-    """Return the label for the backward of a launch.
+    """Return the label for the backward of a launch; `label` is the launch's, else the running one.
 
-    `label` is the launch's. By default it is the running one, or None if nothing reads it.
+    It has the user's line, and is cached by it.
     """
-    checked = CHECKED.get()
-    if label is None and (checked is not None or is_simulated() or is_observed()):
-        label = LABEL.get()
+    label, checked = label or LABEL.get(), CHECKED.get()
     if label is None:
         return None
     label = call_label(label, sys._getframe(1))

@@ -22,7 +22,7 @@ from fshard._util.tracebacks import hiding_frames
 from fshard.layout.mesh import Axes, Mesh
 from fshard.run.autograd.linear_function import Tensors, is_differentiated
 from fshard.run.autograd.saved_values import saved_tensors
-from fshard.run.transports.base import LABEL, backward_phase, labelled
+from fshard.run.transports.base import backward_phase, labelled
 from fshard.run.transports.divergence_report import backward_label
 from fshard.spmd.axis_env import resolve_axes
 from fshard.spmd.collectives.collective_plan import check_dim
@@ -180,7 +180,7 @@ class _GatherFunction(torch.autograd.Function):
             blocks[index] = block
             return product.step(block, index, *weights)
 
-        ctx.product, ctx.label = product, backward_label(LABEL.get())
+        ctx.product, ctx.label = product, backward_label()
         results = product.folded(tuple(x.detach() for x in xs), step)
         ctx.save_for_backward(*xs, *(blocks[i] for i in range(product.ring.n)))
         return results
@@ -335,7 +335,7 @@ class _ScatterFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, product: _ScatteredProduct, *xs: Tensor) -> Tensor:
-        ctx.product, ctx.label = product, backward_label(LABEL.get())
+        ctx.product, ctx.label = product, backward_label()
         ctx.save_for_backward(*xs)
         return product.reduced(tuple(x.detach() for x in xs), product.ring.launch)
 

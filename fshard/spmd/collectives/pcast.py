@@ -16,8 +16,7 @@ from fshard.program.program import Program
 from fshard.program.steps import InvariantToReduced
 from fshard.run.autograd.linear_function import LinearOp, apply_linear, is_differentiated
 from fshard.run.graphs.blocks import block_shape
-from fshard.run.transports.base import Label, current_rank, labelled
-from fshard.run.transports.divergence_report import call_line
+from fshard.run.transports.base import current_rank, label_of, labelled
 from fshard.spmd.axis_env import current_tracker, resolve_axes
 from fshard.spmd.collectives.axis_index_groups import resolve_groups
 from fshard.spmd.collectives.collective_plan import CollectivePlan, Transfer, collective
@@ -60,7 +59,7 @@ def cast_by(op: LinearOp, x: torch.Tensor) -> torch.Tensor:
     It is a view of `x`: PyTorch refuses to write it in place, which would change `x` without its
     gradient. A clone of it may be written.
     """
-    with labelled(Label("fs.pcast", op.mesh, call_line())):
+    with labelled(label_of("fs.pcast", op.mesh)):
         return apply_linear(op, (x,), False)[0]
 
 

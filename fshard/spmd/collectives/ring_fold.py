@@ -26,7 +26,7 @@ from fshard.layout.mesh import Axes, Mesh
 from fshard.layout.tree import TreeDef, flatten, unflatten
 from fshard.run.autograd.linear_function import Tensors, is_differentiated
 from fshard.run.autograd.saved_values import saved_tensors
-from fshard.run.transports.base import LABEL, backward_phase, labelled
+from fshard.run.transports.base import backward_phase, labelled
 from fshard.run.transports.divergence_report import backward_label
 from fshard.spmd.axis_env import current_tracker, resolve_axes
 from fshard.spmd.collectives.ring import Leaves, Ring, ring_of, sizes_along
@@ -408,7 +408,7 @@ class _FoldFunction(torch.autograd.Function):
             y.view_as(y) if any(y is x for x in inputs) else unviewed(y) for y in results
         )
         ctx.mark_non_differentiable(*(y for y in results if not is_inexact(y)))
-        ctx.fold, ctx.label = fold, backward_label(LABEL.get())
+        ctx.fold, ctx.label = fold, backward_label()
         ctx.merged = [acc is not None for acc in saved or ()]
         kept = [x for acc in saved or () if acc is not None for x in acc]
         ctx.save_for_backward(*xs, *(results if fold.reads_result else ()), *kept)
