@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import Any, NoReturn, get_args
 
 import torch
@@ -19,6 +20,7 @@ from fshard.layout.mesh import Mesh
 from fshard.layout.sharded import Sharded
 from fshard.layout.spec import Spec
 from fshard.layout.tree import is_pair
+from fshard.program.cost.traffic import step_axes, traffic
 from fshard.program.program import Program, run_program_hook
 from fshard.program.steps import Step
 from fshard.run.autograd.linear_function import (
@@ -31,8 +33,10 @@ from fshard.run.autograd.replay import replay
 from fshard.run.capture import Recording, Recordings, record
 from fshard.run.graphs.graph_node import graph_node
 from fshard.run.interpreter import launch, program_label, ranks_of
+from fshard.run.transports.agreement import compare_once
 from fshard.run.transports.base import (
     LABEL,
+    Group,
     Transport,
     check_device,
     current_rank,
@@ -200,6 +204,27 @@ def _run_on_shards(prog: Program, shards: Sequence[torch.Tensor]) -> tuple[torch
     return tuple(outputs[rank] for rank in prog.dst.mesh.ranks)
 
 
+@lru_cache(maxsize=CACHE_SIZE)
+def communication(*progs: Program, rank: int) -> tuple[Group, str]:
+    """Return the ranks that a rank reaches along the axes of programs, and their layouts as text.
+
+    With several meshes they are all ranks.
+    """
+    mesh = ranks_of(*progs)
+    text = ", ".join(f"{prog.src} -> {prog.dst}" for prog in progs)
+    if any(spec.mesh != mesh for prog in progs for spec in prog.specs):
+        return () if all(prog.is_local for prog in progs) else tuple(mesh.ranks), text
+    steps = chain.from_iterable(zip(p.steps, p.specs, p.specs[1:], strict=False) for p in progs)
+    axes = {axis for step in steps if traffic(*step).launches for axis in step_axes(*step)}
+    return mesh.group(rank, tuple(axis for axis in mesh.axes if axis in axes)), text
+
+
+def _compare_layouts(prog: Program, rank: int) -> None:
+    """Raise `ShardingError` if ranks that communicate run different programs; see `compare_once`."""
+    if rank in ranks_of(prog):
+        compare_once(program_label(prog), *communication(prog, rank=rank))
+
+
 def _run_local(prog: Program, local: torch.Tensor, async_op: bool) -> Any:
     """Run a program on this rank's local.
 
@@ -215,6 +240,8 @@ def _run_local(prog: Program, local: torch.Tensor, async_op: bool) -> Any:
     valid = (local.shape, local.dtype) == _input_of(prog, transport.rank)
     if not (valid and transport.accepts(local.device)):
         check_local_input(prog, local, transport, where)
+    if not is_abstract(local):
+        _compare_layouts(prog, transport.rank)
     label = deferred_label(label) if async_op else label
     needs_grad = local.requires_grad and torch.is_grad_enabled()
     if async_op and local.requires_grad and not prog.is_linear:
@@ -289,6 +316,7 @@ def _record(
     check_local_input(prog, local, transport, where)
     if transport.rank not in prog.src.mesh or (needs_grad and not prog.is_linear):
         return None
+    _compare_layouts(prog, transport.rank)
     forward, backward = _runner(prog), _runner(prog.T) if needs_grad else _runner(prog)
     like = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta")
     recorded = record(forward, backward, like, program_label(prog))

@@ -20,7 +20,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from fshard._torch.functorch import is_transformed, without_transforms
+from fshard._torch.functorch import is_transformed
 from fshard._util.cache import CACHE_SIZE, BoundedDict
 from fshard._util.errors import fail
 from fshard._util.signatures import MISSING, explain_binding
@@ -40,24 +40,19 @@ from fshard.run.autograd.linear_function import (
 from fshard.run.autograd.replay import replay
 from fshard.run.capture import Recording, Recordings, record
 from fshard.run.graphs.blocks import block_shape
+from fshard.run.transports.agreement import compare_once
 from fshard.run.transports.base import (
-    CHECKED,
     Label,
     Transport,
     current_transport,
     direct_transport,
-    is_simulated,
     label_of,
     labelled,
-    stacked,
     unobserved,
     with_label,
 )
 from fshard.run.transports.divergence_report import (
-    Position,
     deferred_label,
-    diverged,
-    user_line,
 )
 from fshard.run.transports.reduce_dtypes import TensorFunction
 from fshard.run.transports.shape_only import ShapeTransport, is_abstract, meta_as_real
@@ -403,39 +398,18 @@ def _transposed(plan: CollectivePlan, like: torch.Tensor, transport: Transport) 
 
 # -- checks of operands -----------------------------------------------------------------------
 
-TEXT_BYTES = 512
-_COMPARED: set[Hashable] = set()
-"""Calls whose shapes all ranks of a group have compared: for equal ones they do so once."""
-
 
 def _compare_shapes(label: Label, axes: tuple[str, ...], xs: Sequence[torch.Tensor]) -> None:
     """Raise `ShardingError` on all ranks along axes if a process calls with another shape.
 
-    Shards along the axes have different sizes, and backends compare none. A simulation does, and
-    so does `check="collectives"`.
+    Shards along the axes have different sizes, and backends compare none.
     """
     transport = current_transport()
-    key = label, label.mesh, axes, xs[0].dtype, transport
-    unchecked = transport is None or is_simulated() or CHECKED.get() is not None
-    if unchecked or key in _COMPARED or any(map(is_abstract, xs)):
-        return
-    assert transport is not None
-    if transport.rank not in label.mesh:
+    if transport is None or transport.rank not in label.mesh or any(map(is_abstract, xs)):
         return
     shapes = ", ".join(str(tuple(shape)) for shape in label.shapes)
     call = f"{label.name}{label.arguments} over {', '.join(axes)}: {xs[0].dtype} of {shapes}"
-    text = f"{call}\n{user_line(None, label)}".encode()[:TEXT_BYTES].ljust(TEXT_BYTES)
-    own = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(xs[0].device)
-    group = label.mesh.group(transport.rank, axes)
-    with without_transforms(), torch.no_grad(), labelled(label):
-        rows = stacked(transport.all_gather(own, group)(), own.shape).tolist()
-    texts = [bytes(row).decode(errors="replace").rstrip().partition("\n") for row in rows]
-    if len({call for call, _, _ in texts}) > 1:
-        positions = {
-            rank: Position(call, line) for rank, (call, _, line) in zip(group, texts, strict=True)
-        }
-        raise diverged(label.mesh, group, positions)
-    _COMPARED.add(key)
+    compare_once(label, label.mesh.group(transport.rank, axes), call)
 
 
 def require_tensor(value: Any, where: str) -> torch.Tensor:
