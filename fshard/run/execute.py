@@ -220,7 +220,7 @@ def communication(*progs: Program, rank: int) -> tuple[Group, str]:
 
 
 def _compare_layouts(prog: Program, rank: int) -> None:
-    """Raise `ShardingError` if ranks that communicate run different programs; see `compare_once`."""
+    """Raise `ShardingError` if ranks of a collective run other programs; see `compare_once`."""
     if rank in ranks_of(prog):
         compare_once(program_label(prog), *communication(prog, rank=rank))
 

@@ -186,10 +186,18 @@ def slots_of(arguments: Sequence[Argument], values: Sequence[Any]) -> tuple[Slot
     return tuple(slots), tuple(flat)
 
 
-def closure_input(where: str, mesh: Mesh, typed: bool, x: torch.Tensor) -> GlobalInput:
-    """Return the slot of a tensor that a function closes over; its gradients are compared."""
-    spec = Spec(mesh, PartitionSpec(), shape=x.shape, dtype=x.dtype)
-    return GlobalInput(shard_program(spec), _gradient_check(where, "closure", spec, typed))
+def closure_input(
+    where: str, mesh: Mesh, typed: bool, x: torch.Tensor, is_shared: bool
+) -> GlobalInput:
+    """Return the slot of a tensor that is no argument of a function.
+
+    One that all ranks share, which the function closes over, has equal gradients on all of them.
+    Others are of one rank, and the gradients of the other ranks are zero.
+    """
+    p = PartitionSpec() if is_shared else PartitionSpec(reduced=set(mesh.axes))
+    spec = Spec(mesh, p, shape=x.shape, dtype=x.dtype)
+    check = _gradient_check(where, "closure", spec, typed) if is_shared else None
+    return GlobalInput(shard_program(spec), check)
 
 
 def _gradient_check(where: str, path: str, spec: Spec, typed: bool) -> CotangentCheck | None:

@@ -8,6 +8,7 @@ A history whose tensor is not found is followed down to its leaves, by every ran
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -71,6 +72,23 @@ def find_closure_inputs(
             return tuple(reachable[e] if e in reachable else e[0].variable for e in inputs)
         for edge in dependent:
             del reachable[edge]
+
+
+def find_rank_leaves(
+    fn: Callable[..., Any],
+    ranks: Iterable[Iterable[torch.Tensor]],
+    closures: Sequence[torch.Tensor],
+) -> set[int]:
+    """Return the ids of the `closures` that a rank has created in `fn`, as a module's parameters.
+
+    They are leaves that `fn` does not reach, in the graph of one of the `ranks`' results alone.
+    """
+    reachable = set(map(id, _reachable_tensors(fn)))
+    created = {id(x) for x in closures if x.grad_fn is None} - reachable
+    if not created:
+        return created
+    counts = Counter(id(x) for ys in ranks for x in graph_leaves(ys))
+    return {x for x in created if counts[x] == 1}
 
 
 def find_transformed_closures(fn: Callable[..., Any]) -> tuple[torch.Tensor, ...]:

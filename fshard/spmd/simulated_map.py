@@ -40,6 +40,7 @@ from fshard.spmd.closure_inputs import (
     GradientHook,
     check_backwards,
     find_closure_inputs,
+    find_rank_leaves,
     find_transformed_closures,
     refuse_closure,
     replacing,
@@ -110,7 +111,7 @@ def map_ranks(
     flat: Locals,
     fn: Callable[..., Any],
     check_agreement: Callable[[], None],
-    share: Callable[[torch.Tensor], GlobalInput],
+    share: Callable[[torch.Tensor, bool], GlobalInput],
 ) -> list[Locals]:
     """Return the results of `body(rank, xs)` on every rank of a simulated mesh, differentiably.
 
@@ -122,7 +123,8 @@ def map_ranks(
         fn: the function that `body` calls; tensors that it closes over are differentiated as
             arguments with `P()`.
         check_agreement: called after all ranks; raises if they returned other structures.
-        share: function from a tensor that `fn` closes over to its slot.
+        share: function from a tensor that is no argument, and True if `fn` closes over it, to its
+            slot; False if a rank has created it.
 
     Returns:
         The shards of each result.
@@ -152,7 +154,9 @@ def map_ranks(
         # Of what the node saves its edges count; the values are in the graphs, which check writes.
         flat = tuple([UNSAFE_VIEW(x, x.shape) for x in flat])
         if call.closures:
-            slots, flat = slots + tuple(map(share, call.closures)), flat + call.closures
+            created = find_rank_leaves(fn, [ys for _, ys in call.graphs], call.closures)
+            slots += tuple([share(x, id(x) not in created) for x in call.closures])
+            flat += call.closures
             call.graphs = [(xs + call.closures, ys) for xs, ys in call.graphs]
         return _shards(_apply_node(call, Ends(slots), flat), mesh.size)
 
@@ -187,11 +191,11 @@ def _map_transformed(
     flat: Locals,
     fn: Callable[..., Any],
     check_agreement: Callable[[], None],
-    share: Callable[[torch.Tensor], GlobalInput],
+    share: Callable[[torch.Tensor, bool], GlobalInput],
 ) -> list[Locals]:
     """Run `map_ranks` under a transform of `torch.func`, where closures are inputs of the run."""
     closures, where = find_transformed_closures(fn), getattr(fn, "__name__", type(fn).__name__)
-    slots, flat = slots + tuple(map(share, closures)), flat + closures
+    slots, flat = slots + tuple([share(x, True) for x in closures]), flat + closures
     grad_mode, level, hooks = torch.is_grad_enabled(), innermost_derivative(), list[GradientHook]()
     nodes, leaves = set[Any](), list[torch.Tensor]()
     levels = _levels(_columns(slots, flat, scope.mesh.size))

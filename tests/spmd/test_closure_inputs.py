@@ -328,3 +328,20 @@ def test_hooks_of_closures_see_the_summed_gradient_once(check: Any) -> None:
         assert retained is not None
         assert retained.tolist() == [12.0, 72.0]
         assert [item.tolist() for item in results] == [[36.0, 216.0], [18.0, 108.0]]
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_parameters_that_ranks_create_have_the_gradients_of_their_rank(check: bool) -> None:
+    grads: list[Any] = []
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        weight = nn.Parameter(3 * x.detach())
+        weight.register_post_accumulate_grad_hook(lambda w: grads.append(w.grad))
+        return weight * x
+
+    f = fs.shard_map(body, mesh=Mesh(x=2), in_specs=P("x"), out_specs=P("x"), check=check)
+    x = torch.arange(1.0, 5).requires_grad_()
+    f(x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [3, 6, 9, 12]
+    assert sorted(grad.tolist() for grad in grads) == [[1, 2], [3, 4]]

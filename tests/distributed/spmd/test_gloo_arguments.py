@@ -65,8 +65,12 @@ def accumulates_retained(x: Tensor) -> Tensor:
     return x * x.grad
 
 
+def creates_parameter(x: Tensor) -> Tensor:
+    return torch.nn.Parameter(x.detach()) * x
+
+
 BODIES = (branches_on_leaf, writes, writes_row, transposes, freezes, optimizes, hooks,
-          hooks_accumulation, accumulates, accumulates_retained)  # fmt: skip
+          hooks_accumulation, accumulates, accumulates_retained, creates_parameter)  # fmt: skip
 
 
 def tensors_of(arg: Any) -> tuple[Tensor, ...]:
