@@ -411,7 +411,7 @@ def leaf(x: torch.Tensor) -> torch.Tensor:
     return x.detach().requires_grad_(is_inexact(x))
 
 
-class _Argument(torch.autograd.Function):
+class _LeafAlias(torch.autograd.Function):
     """Return a tensor with the memory and the version of a leaf, not a view that autograd knows.
 
     On processes too a function gets a result of the boundary, which it may write in place.
@@ -432,5 +432,5 @@ class _Argument(torch.autograd.Function):
 
 def argument(x: torch.Tensor) -> torch.Tensor:
     """Return the argument of a function whose graph begins at the leaf `x`."""
-    y: torch.Tensor = apply_function(_Argument, x)
+    y: torch.Tensor = apply_function(_LeafAlias, x)
     return y

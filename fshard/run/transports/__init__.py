@@ -7,6 +7,7 @@
 - `collective_batches`: rules of `torch.func.vmap` for functional collectives in recorded graphs.
 - `divergence_check`: a transport of processes that compares calls before each launch.
 - `rank_status`: positions of ranks, as the check writes them to the store.
+- `agreement`: comparison of the first call of each layout or shape, through the store.
 - `roll_call`: whether all ranks come to a place in their code, through the store.
 - `process_end`: sockets by which a rank notices that the process of another has ended.
 - `divergence_report`: fingerprints of calls, and the errors for ranks whose calls differ.
