@@ -11,6 +11,7 @@ from torch import fx
 from fshard._torch.fake_tensors import FakeTensor
 from fshard._torch.modes import DisableTorchFunction, disable_dispatch_modes
 from fshard._torch.operators import OpOverload
+from fshard._util.dtypes import is_inexact
 from fshard.layout.tree import tensors_in
 from fshard.ops.core.call import map_call
 from fshard.ops.trace.functionalize import aliases, writes
@@ -82,7 +83,11 @@ def read_constants(
         return values[node]
 
     with disable_dispatch_modes(), DisableTorchFunction(), torch.no_grad():
-        if not all(map(lambda x, node: _is_constant(x, node, values, closed_over), tensors, nodes)):
+        others = [x for x, node in zip(tensors, nodes, strict=True) if node is None]
+        traced = [node for node in nodes if node is not None]
+        if any(isinstance(x, FakeTensor) or x.is_inference() for x in others):
+            return (), []
+        if not _evaluate(traced, values, closed_over):
             return (), []
         real = iter([*map(value_of, tensors, nodes)])
         placed, named = map_call(args, kwargs, Tensor, lambda _: next(real))
@@ -95,9 +100,8 @@ def with_known_sizes(
 ) -> tuple[Any, Sequence[Any], Any]:
     """Return a call of static shapes in the place of one whose shapes depend on constants.
 
-    `x[mask]` becomes `x[mask.nonzero(as_tuple=True)]`, tensors among the sizes of `F.pad` ints, and
-    repeats of elements their indices. A call whose shapes depend on an argument's values is
-    returned as it is.
+    `x[mask]` becomes `x[mask.nonzero(as_tuple=True)]`, and repeats of elements their indices.
+    A call whose shapes depend on an argument's values is returned as it is.
 
     Args:
         func: a function of PyTorch.
@@ -114,11 +118,22 @@ def with_known_sizes(
         shape = torch.broadcast_shapes(args[0].shape, known[0].shape)
         index = _without_masks(known[0].expand(shape), evaluate)
         return Tensor.__getitem__, (args[0].expand(shape), index), {}
-    if func is torch.nn.functional.pad and len(args) > 1:
-        return func, (args[0], _with_ints(args[1], evaluate), *args[2:]), kwargs
     if func in _REPEATS and (selected := _selected_rows(*args, **kwargs, evaluate=evaluate)):
         return torch.index_select, selected, {}
     return func, args, kwargs
+
+
+def with_known_ints(value: Any, evaluate: Callable[..., tuple[Any, ...]]) -> Any:
+    """Return an argument with ints in the place of constant int tensors of no dims."""
+    if isinstance(value, list | tuple):
+        items = [with_known_ints(item, evaluate) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    if isinstance(value, slice):
+        bounds = (value.start, value.stop, value.step)
+        return slice(*[with_known_ints(bound, evaluate) for bound in bounds])
+    is_int = isinstance(value, Tensor) and not value.ndim and not is_inexact(value)
+    known = is_int and value.dtype != torch.bool and evaluate(Tensor.item, (value,), {})
+    return known[0] if known else value
 
 
 def _repeated(repeats: Tensor, size: int) -> Tensor:
@@ -135,12 +150,6 @@ def _selected_rows(
     return (rows, dim, known[0]) if known else ()
 
 
-def _with_ints(arg: Any, evaluate: Callable[..., tuple[Any, ...]]) -> Any:
-    """Return sizes with ints in the place of constant tensors."""
-    known = [isinstance(x, Tensor) and evaluate(Tensor.item, (x,), {}) for x in arg]
-    return [value[0] if value else x for x, value in zip(arg, known, strict=True)]
-
-
 def _without_masks(index: Any, evaluate: Callable[..., tuple[Any, ...]]) -> Any:
     """Return an index with constant masks replaced by the indices of their elements."""
     items: list[Any] = []
@@ -151,43 +160,30 @@ def _without_masks(index: Any, evaluate: Callable[..., tuple[Any, ...]]) -> Any:
     return tuple(items) if isinstance(index, tuple) or len(items) > 1 else items[0]
 
 
-def _is_constant(
-    x: Tensor,
-    node: fx.Node | None,
-    values: dict[fx.Node, Any],
-    closed_over: Callable[[str], Tensor],
-) -> bool:
-    """Return True if a tensor has a value: a closed-over one, or computed from constants."""
-    if node is None:
-        return not isinstance(x, FakeTensor) and not x.is_inference()
-    return _evaluate(node, values, closed_over)
-
-
 def _evaluate(
-    node: fx.Node, values: dict[fx.Node, Any], closed_over: Callable[[str], Tensor]
+    nodes: Sequence[fx.Node], values: dict[fx.Node, Any], closed_over: Callable[[str], Tensor]
 ) -> bool:
-    """Compute the value of a node, and of those before it; return False if it is not constant."""
-    todo = [node]
+    """Compute the values that nodes have now, after all writes; return False if one has none."""
+    needed, todo = set[fx.Node](), [*nodes]
     while todo:
-        last = todo[-1]
-        like = last.args[:1] if last.target in _FILLS else ()
-        missing = [x for x in last.all_input_nodes if x not in values and x not in like]
-        if not missing or last in values:
-            todo.pop()
-        todo += missing
-        if missing or last in values:
+        node = todo.pop()
+        if node in needed:
             continue
-        if last.op == "get_attr":
-            values[last] = closed_over(str(last.target))
-            if values[last].is_inference():
-                return False
-            continue
-        tags = getattr(last.target, "tags", ())
-        is_random = torch.Tag.nondeterministic_seeded in tags
-        if not _is_pure(last) or is_random or _is_written(last):
+        needed.add(node)
+        writers = [user for alias in aliases(node) for user in alias.users
+                   if user.target is not _DETACH and writes(user)]  # fmt: skip
+        if node.op == "get_attr":
+            x = closed_over(str(node.target))
+            values[node] = x.clone() if writers else x
+        is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        if values[node].is_inference() if node in values else is_random or not _is_pure(node):
             return False
-        args, kwargs = map_call(last.args[len(like) :], last.kwargs, fx.Node, values.__getitem__)
-        values[last] = last.target(*map(_blank, like), *args, **kwargs)  # type: ignore[operator]
+        like = node.args[:1] if node.target in _FILLS else ()
+        todo += [*writers, *(x for x in node.all_input_nodes if x not in like)]
+    for node in sorted(needed - values.keys()):
+        like = node.args[:1] if node.target in _FILLS else ()
+        args, kwargs = map_call(node.args[len(like) :], node.kwargs, fx.Node, values.__getitem__)
+        values[node] = node.target(*map(_blank, like), *args, **kwargs)  # type: ignore[operator]
     return True
 
 
@@ -195,12 +191,6 @@ def _blank(node: Any) -> Tensor:
     """Return a tensor of the shape and dtype of a node's, of one element in memory."""
     fake: Tensor = node.meta["val"]
     return torch.empty((), dtype=fake.dtype, device=fake.device).expand(fake.shape)
-
-
-def _is_written(node: fx.Node) -> bool:
-    """Return True if the memory of a value is written, by itself or by a view of it."""
-    users = [user for alias in aliases(node) for user in alias.users]
-    return any(writes(user) for user in users if user.target is not _DETACH)
 
 
 def _is_pure(node: fx.Node) -> bool:

@@ -26,7 +26,7 @@ from fshard._torch.autograd_state import (
     graph_task_id,
     is_any_autocast_enabled,
 )
-from fshard._torch.fake_tensors import FakeTensor
+from fshard._torch.fake_tensors import DataDependentOutputException, FakeTensor
 from fshard._torch.functorch import (
     SingleLevelFunction,
     forward_ad_level,
@@ -42,7 +42,12 @@ from fshard._util.errors import fail, raise_if
 from fshard.layout.tree import tensors_in
 from fshard.ops.core.call import map_call, map_instances, name_of
 from fshard.ops.core.window_arguments import argument_problems
-from fshard.ops.trace.constants import READS, read_constants, with_known_sizes
+from fshard.ops.trace.constants import (
+    READS,
+    read_constants,
+    with_known_ints,
+    with_known_sizes,
+)
 from fshard.ops.trace.custom_functions import apply_in_transform, apply_traced, has_own_backward
 from fshard.ops.trace.functionalize import base_of, written_operands
 from fshard.ops.trace.fused_updates import FUSED_STEPS
@@ -116,7 +121,10 @@ class TraceMode(TorchFunctionMode):
         """Run a function; raise `ShardingError` for arguments of windows that it refuses."""
         self.positions.refresh(tensors_in((args, kwargs)))
         try:
-            out = _REPLACED.get(func, func)(*as_traced(func, args), **kwargs)
+            try:
+                out = _REPLACED.get(func, func)(*as_traced(func, args), **kwargs)
+            except DataDependentOutputException:
+                out = self._run_with_ints(func, args, kwargs)
             self.positions.put_back()
             return out
         except Exception as error:
@@ -125,6 +133,13 @@ class TraceMode(TorchFunctionMode):
             if not problems:
                 raise
         raise_if(f"{self.where}{user_line(None, None)}: {name_of(func)}", problems)
+
+    def _run_with_ints(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run a function that has read a tensor, as a size, with the value of a constant."""
+        operand = args[:1] if getattr(torch.Tensor, name_of(func), None) is func else ()
+        others = [with_known_ints(arg, self.read) for arg in args[len(operand) :]]
+        named = {name: with_known_ints(arg, self.read) for name, arg in kwargs.items()}
+        return _REPLACED.get(func, func)(*operand, *others, **named)
 
     def refuse(self, func: Any, args: Sequence[Any], kwargs: Any) -> None:
         """Raise `ShardingError` for calls that cannot be traced.

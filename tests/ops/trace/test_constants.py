@@ -68,6 +68,21 @@ def written_by_detached(x: Tensor) -> Tensor:
     return x * parts[1].sum().item()
 
 
+def read_between_writes(x: Tensor) -> Tensor:
+    t = torch.tensor([0.0, 1.0, 2.0, 3.0])
+    total, view = 0.0, t[1:]
+    for k in range(3):
+        view.mul_(float(t[k]) + 2)
+        total += t.sum().item()
+    return x * total
+
+
+def written_by_draw(x: Tensor) -> Tensor:
+    t = torch.zeros(2)
+    t[1:].normal_()
+    return x if t.sum() > 0 else -x
+
+
 def written_by_argument(x: Tensor) -> Tensor:
     mask = torch.ones_like(x)
     mask[0] = x[0]
@@ -112,6 +127,16 @@ def padded(x: Tensor) -> Tensor:
     return F.pad(x, (left, right)).cumsum(1)
 
 
+def sized(x: Tensor) -> Tensor:
+    one, two, four = (torch.ones(n).sum().long() for n in (1, 2, 4))
+    y = x * 1
+    y[:two, one:] = 0.5
+    tall = x.repeat(two, one).view(two, four, -1).roll(one, dims=0)[one]
+    images = F.interpolate(x[None, None], size=(four, two)).flatten(0, 2)
+    parts = y.narrow(0, 0, two).split([one, two], one)
+    return torch.zeros(four, 1) + tall + images.sum(one, keepdim=True) + sum(map(torch.sum, parts))
+
+
 def repeated(x: Tensor) -> Tensor:
     return torch.func.grad(lambda x: (x[torch.ones(4, dtype=torch.bool)] ** 2).sum())(x)
 
@@ -123,7 +148,7 @@ def repeated_rows(x: Tensor) -> Tensor:
     return rows.square().sum() + torch.repeat_interleave(twice, torch.tensor([3]))
 
 
-@pytest.mark.parametrize("fn", [negatives, constant_sizes, padded, repeated, repeated_rows])
+@pytest.mark.parametrize("fn", [negatives, constant_sizes, padded, sized, repeated, repeated_rows])
 def test_shapes_may_depend_on_constants(fn: Callable[[Tensor], Tensor]) -> None:
     x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
     part = fs.partition(fn, mesh=MESH, in_specs=P("dp"))
@@ -139,7 +164,13 @@ def test_masks_of_arguments_are_refused() -> None:
         fs.partition(lambda x: x.repeat_interleave(x.long(), 0), mesh=MESH)(torch.ones(4))
 
 
-@pytest.mark.parametrize("fn", [euler, under_gradient, of_shapes])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        euler, under_gradient, of_shapes, written, written_by_index, written_by_view,
+        written_by_detached, read_between_writes,
+    ],
+)  # fmt: skip
 def test_constants_are_read(fn: Callable[[Tensor], Tensor]) -> None:
     x = torch.randn(4, requires_grad=True)
     part = fs.partition(fn, mesh=MESH, in_specs=P("dp"))
@@ -151,11 +182,8 @@ def test_constants_are_read(fn: Callable[[Tensor], Tensor]) -> None:
 @pytest.mark.parametrize(
     "fn",
     [
-        written,
-        written_by_index,
-        written_by_view,
-        written_by_detached,
         written_by_argument,
+        written_by_draw,
         drawn,
         of_argument,
     ],
