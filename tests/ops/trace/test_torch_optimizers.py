@@ -47,8 +47,8 @@ OF_MATRICES = {
     "Muon": (optim.Muon, {"lr": 0.1}, [{}]),
 }
 """Optimizers whose updates depend on all elements of a matrix."""
-READING = ("ASGD", "Adafactor")
-"""Optimizers that read values of tensors, norms or steps, and so cannot be traced."""
+READING = ("Adafactor",)
+"""Optimizers that read values of tensors, norms of parameters, and so cannot be traced."""
 
 
 def cases(*tables: dict[str, Any]) -> list[Any]:
