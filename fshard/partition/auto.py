@@ -109,7 +109,7 @@ class Auto(NotebookView):
         return "\n".join((*text, str(self.partitioned)))
 
     def _proof(self) -> str:
-        if not self.bound:
+        if math.isinf(self.gap):
             return "no bound proven"
         if self.gap <= PROVEN:
             return "the best possible, proven"

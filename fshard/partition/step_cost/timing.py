@@ -127,6 +127,7 @@ def memory_of(record: StepRecord, roofline: Roofline, optimizer: int = 0) -> Ste
                     points.append(MemoryPoint(now, index, phase, tuple(category_bytes.values())))
                 if total > peak:
                     peak, end = total, number + 1
+    points = points or [MemoryPoint(0.0, 0, "forward", tuple(category_bytes.values()))]
     blocks = _held_blocks(record.entries[:end])
     values = [HeldValue(x.line.name, x.category, x.nbytes, x.phase, x.line.place)
               for x in sorted(blocks, key=lambda x: -x.nbytes)]  # fmt: skip

@@ -264,3 +264,10 @@ def test_layers_of_lstms_count_products() -> None:
     once = 2 * rows * 4 * 8 * (16 + 8)
     x = torch.empty(8, 10, 16, device="meta", requires_grad=True)
     assert part.trace(x).roofline().product_flops == 3 * once
+
+
+def test_steps_without_elements_hold_nothing() -> None:
+    part = fs.partition(torch.relu, mesh=fs.Mesh(x=2), in_specs=P("x"))
+    memory = part.trace(torch.empty(0, 4, requires_grad=True)).memory()
+    assert (memory.peak, memory.places) == (0, {})
+    assert "0 B" in str(fs.visualize(memory))
