@@ -10,6 +10,7 @@ and the operations that run again are a lower bound of a plan's time, so that mo
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -35,6 +36,7 @@ from fshard.partition.ir import (
 from fshard.partition.partitioned_call import PartitionedCall
 from fshard.partition.step_cost.memory_timeline import MemoryChoice
 from fshard.partition.step_cost.roofline import COMMUNICATION, COMPUTE, FORWARD
+from fshard.program.cost.shard_overlap import shard_indices
 
 SEGMENTS = (2, 4, 8, 16, 32, 64)
 """Numbers of segments between checkpoints that are tried."""
@@ -267,5 +269,10 @@ def different_ranks(call: PartitionedCall) -> list[int]:
     ranks = {call.mesh.ranks[0]}
     for spec in call.in_specs:
         if not spec.is_even:
-            ranks.add(max(call.mesh.ranks, key=spec.local_nbytes))
+            rows = [
+                map(spec.shard_sizes(dim).__getitem__, shard_indices(spec.mesh, axes))
+                for dim, axes in enumerate(spec.partition.dims)
+            ]
+            numels = [*map(math.prod, zip(*rows, strict=True))]
+            ranks.add(spec.mesh.devices[numels.index(max(numels))])
     return sorted(ranks)

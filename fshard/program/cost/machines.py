@@ -14,6 +14,7 @@ Published bus bandwidths of NCCL beside the model's, in GB/s (nccl-tests, large 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +24,8 @@ from fshard.program.cost.links import Link, Torus
 NVLINK = Link(latency=0.6e-6, bandwidth=360e9)
 INFINIBAND = Link(latency=2.7e-6, bandwidth=45e9)
 KERNEL = 0.9e-6
+PODS = {"TPU v4": (16, 16, 16), "TPU v5p": (16, 20, 28), "TPU v5e": (16, 16), "TPU v6e": (16, 16)}
+"""The most chips along each dim, in any order."""
 
 
 def gpu_fields(
@@ -73,6 +76,11 @@ def tpu_fields(
         fail(f"a slice of {name}", f"sizes={sizes!r}",
              "sizes must be a tuple of the devices along each dim", "sizes=(4, 4)")  # fmt: skip
     sizes = tuple(sizes)
+    pod = PODS[name]
+    if len(sizes) > len(pod) or any(map(operator.gt, sorted(sizes)[::-1], sorted(pod)[::-1])):
+        full = " x ".join(map(str, pod))
+        fail(f"a slice of {name}", f"sizes={sizes!r}",
+             f"a slice must fit into a pod of {full} devices", f"sizes={pod!r}")  # fmt: skip
     cubes = len(sizes) == 3 and all(size % 4 == 0 for size in sizes)
     wraps = tuple(cubes or (len(sizes) == 2 and size == 16) for size in sizes)
     return {

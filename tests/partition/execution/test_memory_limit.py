@@ -139,3 +139,11 @@ def test_a_limit_must_be_bytes_and_is_pickled() -> None:
         fs.partition(torch.relu, mesh=MESH, memory=0)
     part = fs.partition(torch.relu, mesh=MESH, in_specs=P("dp"), memory=10**6)
     assert pickle.loads(pickle.dumps(part)).memory == 10**6
+
+
+def test_memory_is_that_of_the_rank_with_the_largest_shard() -> None:
+    mesh = fs.Mesh(a=2, b=3, devices=[5, 3, 1, 0, 2, 4])
+    spec = fs.Spec(mesh, P("b", "a"), shape=(6, 4), sizes={0: (1, 3, 2), 1: (1, 3)})
+    part = fs.partition(torch.relu, mesh=mesh, in_specs=spec)
+    memory = fs.testing.assert_fits(part, [torch.empty(6, 4)], memory=100)
+    assert (memory.title, memory.peak) == (f"rank 2 of {mesh}", 2 * spec.local_nbytes(2))

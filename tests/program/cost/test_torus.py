@@ -219,3 +219,10 @@ def test_sizes_of_slices_are_checked(sizes: Any) -> None:
 def test_axes_of_a_link_must_be_of_the_mesh(topology: Topology) -> None:
     with pytest.raises(fs.ShardingError, match="axis 'z' on Mesh"):
         topology.link(fs.Mesh(x=4, y=4), "z")
+
+
+@pytest.mark.parametrize("sizes", [(4, 4, 4), (32, 8), (16, 17)], ids=str)
+def test_slices_larger_than_a_pod_are_refused(sizes: Any) -> None:
+    with pytest.raises(ShardingError, match="fit into a pod of 16 x 16 devices"):
+        Topology.tpu_v5e(sizes)
+    assert Topology.tpu_v5p((28, 16, 20)).node_size == 28 * 16 * 20
