@@ -106,3 +106,18 @@ def test_local_attention_stays_local(partition: Any) -> None:
     text = steps(part, *(torch.empty(4, 4, 8, 4, device="meta") for _ in range(3)))
     assert "ring_attention" not in text
     assert "→" not in text
+
+
+def test_masks_of_a_strategy_that_is_not_taken_leave_no_values() -> None:
+    """Sources of a mask are created while strategies are compared; those of others are undone."""
+
+    def masked(q: torch.Tensor) -> torch.Tensor:
+        rows = torch.arange(q.shape[2])
+        mask = (rows <= rows[:, None]).expand(q.shape[0], 1, -1, -1)
+        return attention(q, q, q, attn_mask=mask).tanh()
+
+    q = torch.randn(4, 2, 8, 4, dtype=F64)
+    part = fs.partition(masked, mesh=Mesh(dp=2, cp=2), in_specs=P("dp", None, "cp"),
+                        topology=FREE_LAUNCHES)  # fmt: skip
+    assert "ring_attention" in steps(part, q)
+    torch.testing.assert_close(part(q), masked(q))

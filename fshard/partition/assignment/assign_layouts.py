@@ -37,7 +37,7 @@ from fshard.ops.trace.mapped_regions import MappedRegion, planned_region
 from fshard.ops.trace.source_places import place_of_node
 from fshard.ops.trace.trace import Constraint, decompose
 from fshard.partition import ir
-from fshard.partition.assignment.created_tensors import CreatedByFactory, created_by
+from fshard.partition.assignment.created_tensors import CreatedByFactory, created_by, with_sources
 from fshard.partition.assignment.layout_hints import on_busy_axes, sibling_hint
 from fshard.partition.assignment.operand_layouts import (
     best_strategy,
@@ -484,11 +484,12 @@ class LayoutAssigner:
     def snapshot(self, operands: Sequence[TensorVersions]) -> Callable[[], None]:
         """Return a function that resets the pass to its current state, to be called once.
 
-        Until then only `operands` may get new versions.
+        Until then only `operands`, and what they are created from, may get new versions.
         """
         assignment, grad = self.assignment.copy(), self.grad
         versions = [
-            (x, dict(x.versions), dict(x.no_grad_versions), dict(x.windows)) for x in operands
+            (x, dict(x.versions), dict(x.no_grad_versions), dict(x.windows))
+            for x in with_sources(operands)
         ]
 
         def restore() -> None:

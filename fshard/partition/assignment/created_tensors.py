@@ -7,7 +7,7 @@ creates it again there, and what nothing uses is removed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -115,6 +115,20 @@ def created_by(
     if not line.single or len(values) > MAX_CREATING_LINES or not all(x.created for x in operands):
         return None
     return CreatedByOperation(line, tuple(operands), topology, values)
+
+
+def with_sources(tensors: Iterable[TensorVersions]) -> list[TensorVersions]:
+    """Return tensors, and those that the created ones among them are created from."""
+    found: dict[int, TensorVersions] = {}
+    left = [*tensors]
+    while left:
+        tensor = left.pop()
+        if id(tensor) not in found:
+            found[id(tensor)] = tensor
+            left += (
+                tensor.created.operands if isinstance(tensor.created, CreatedByOperation) else ()
+            )
+    return [*found.values()]
 
 
 def without_unused(lines: Sequence[Line], created: set[int], outputs: Sequence[Any]) -> list[Line]:
