@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from fshard import Mesh, ShardingError, Topology, parse, redistribute, visualize
-from fshard._util.errors import fail
+from fshard._util.errors import did_you_mean, fail
 from fshard._util.text import WIDTH
 
 MACHINES = {
@@ -22,6 +22,7 @@ MACHINES = {
     "tpu-v6e": Topology.tpu_v6e,
     "cpu-host": Topology.cpu_host,
 }
+NAMES = ("node", "cluster", *MACHINES)
 
 EXAMPLE = """\
 example:
@@ -56,8 +57,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("src", help="source layout")
     parser.add_argument("dst", help="target layout")
     parser.add_argument("--mesh", required=True, metavar="dp=2,tp=4", help="axes and their sizes")
-    parser.add_argument("--topology", choices=("node", "cluster", *MACHINES), default="node",
-                        help="topology of the cost model (default: node)")  # fmt: skip
+    parser.add_argument("--topology", default="node", metavar="NAME",
+                        help=f"topology of the cost model: {', '.join(NAMES)}, or a file that "
+                             "fs.calibrate saved, x.json (default: node)")  # fmt: skip
     parser.add_argument("--node-size", type=int, metavar="N",
                         help="devices per node of a cluster (default: 8)")  # fmt: skip
     parser.add_argument("--objective", choices=("time", "bytes"), default="time",
@@ -102,11 +104,14 @@ def _topology(name: str, node_size: int | None) -> Topology:
             fail("--node-size", f"{node_size} with the topology node", "a single node must have "
                  "all devices", "--topology cluster, or leave it out")  # fmt: skip
         return Topology.node()
-    if name in MACHINES:
+    if name in MACHINES or name.endswith(".json"):
         if node_size is not None:
             fail("--node-size", f"{node_size} with the topology {name}", "the size of its nodes "
                  "must be the machine's", "--topology cluster, or leave it out")  # fmt: skip
-        return MACHINES[name]()
+        return MACHINES[name]() if name in MACHINES else Topology.load(name)
+    if name != "cluster":
+        fail("--topology", repr(name), f"a topology must be one of {', '.join(NAMES)}, or a file "
+             "x.json", did_you_mean(name, NAMES, "--topology node"))  # fmt: skip
     if node_size is not None and node_size < 1:
         fail("--node-size", f"{node_size}", "a node must have at least 1 device", "--node-size 8")
     return Topology.cluster(8 if node_size is None else node_size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -80,6 +81,14 @@ def test_topologies_of_machines(capsys: pytest.CaptureFixture[str]) -> None:
         assert (status, "--topology cluster, or leave it out" in err) == (2, True)
 
 
+def test_topologies_of_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    topology, path = fs.Topology.of({"dp": fs.Link(1e-6, 1e9)}, launch=1e-3), tmp_path / "x.json"
+    topology.save(path)
+    specs = [fs.parse(text, fs.Mesh(dp=2, tp=4)) for text in (SRC, DST)]
+    _, out, _ = run(capsys, SRC, DST, "--mesh", MESH, "--topology", str(path))
+    assert str(fs.redistribute(*specs, topology=topology).explain()) in out
+
+
 def test_objective_and_max_memory_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, SRC, DST, "--mesh", MESH, "--objective", "bytes")[0] == 0
     assert run(capsys, SRC, DST, "--mesh", MESH, "--max-memory", "262144")[0] == 0
@@ -103,6 +112,8 @@ def test_objective_and_max_memory_options(capsys: pytest.CaptureFixture[str]) ->
         (["f32[8]", "f32[8]", "--mesh", MESH, "--node-size", "4"], "--topology cluster"),
         (["f32[8]", "f32[8]", "--mesh", MESH, "--topology", "cluster", "--node-size", "0"],
          "a node must have at least 1 device"),
+        (["f32[8]", "f32[8]", "--mesh", MESH, "--topology", "dgx"], "did you mean 'dgx-"),
+        (["f32[8]", "f32[8]", "--mesh", MESH, "--topology", "no.json"], "No such file"),
     ],
 )  # fmt: skip
 def test_errors_go_to_stderr(
