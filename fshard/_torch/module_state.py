@@ -126,3 +126,19 @@ def conversions_by(convert: Callable[..., nn.Module]) -> Iterator[None]:
         yield
     finally:
         nn.Module._apply = original  # type: ignore[method-assign]
+
+
+def call_with_state(
+    module: nn.Module, values: dict[str, torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """Call a module with other parameters and buffers, and leave it as it was.
+
+    `torch.func.functional_call` leaves the weights in the lists of recurrent layers.
+    """
+    layers = [x for x in module.modules() if isinstance(x, nn.RNNBase)]
+    before = [[*layer._flat_weights] for layer in layers]
+    try:
+        return torch.func.functional_call(module, values, tuple(args), kwargs, tie_weights=False)
+    finally:
+        for layer, weights in zip(layers, before, strict=True):
+            layer._flat_weights = weights

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fshard._torch.functorch import innermost_level, is_transformed
+from fshard._torch.module_state import call_with_state
 from fshard._util.errors import Problem, ShardingError, fail
 from fshard._util.signatures import CALL, bind_call
 from fshard.layout.mesh import Mesh
@@ -158,7 +159,7 @@ def module_function(module: torch.nn.Module, where: str, call: str) -> Callable[
             given = "a first argument that is not a dict"
             fail(f"{where}({type(module).__name__})", given, rule, call)
         values = with_tied_names(module, params)
-        return torch.func.functional_call(module, values, args, kwargs, tie_weights=False)
+        return call_with_state(module, values, args, kwargs)
 
     run.__name__ = type(module).__name__
     setattr(run, CALL, call)

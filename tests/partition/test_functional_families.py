@@ -142,3 +142,12 @@ def test_covariances_equal_one_device(name: str, layout: fs.PartitionSpec) -> No
     if actual.requires_grad:
         grads = [torch.autograd.grad(y.sin().sum(), x) for y in (actual, expected)]
         torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
+def test_recurrent_layers_are_modules(kind: type[torch.nn.RNNBase]) -> None:
+    layer, x = kind(4, 6, 2, batch_first=True).double(), torch.randn(4, 3, 4, dtype=torch.float64)
+    params, expected = dict(layer.named_parameters()), layer(x)[0]
+    part = fs.partition(layer, mesh=fs.Mesh(dp=2), params=P(), in_specs=P("dp"))
+    torch.testing.assert_close(part(params, x)[0], expected)
+    assert all(a is b for a, b in zip(layer._flat_weights, params.values(), strict=True))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fshard._torch.module_state import children
+from fshard._torch.module_state import call_with_state, children
 from fshard._util.errors import Problem, raise_if
 from fshard.partition.arguments import with_tied_names
 
@@ -76,7 +76,7 @@ def functional(module: torch.nn.Module, /) -> Functional:
         values = with_tied_names(module, {**params, **copies})
         # It writes into `values` the buffers that the module replaces.
         with _no_new_children(where, module):
-            output = torch.func.functional_call(module, values, args, kwargs, tie_weights=False)
+            output = call_with_state(module, values, args, kwargs)
         return output, {name: values[name] for name in buffers}
 
     fn.__name__ = type(module).__name__
