@@ -393,3 +393,14 @@ def test_forward_mode_that_cannot_be_traced_in_a_vmap_has_a_fix() -> None:
     fixed = curvatures(lambda f: torch.func.jacrev(torch.func.jacfwd(f)))
     want = curvatures(torch.func.hessian)(x)
     torch.testing.assert_close(fs.partition(fixed, mesh=MESH, in_specs=(P("dp"),))(x), want)
+
+
+def test_results_of_forward_mode_without_values_have_a_fix() -> None:
+    def products(jacobian: Any) -> Any:
+        return torch.func.vmap(lambda row: jacobian(lambda x: x * x * row[1:])(row[:1]))
+
+    x = torch.linspace(0, 1, 8, dtype=torch.float64).view(4, 2)
+    with pytest.raises(fs.ShardingError, match=r"jacrev\(f\) in the place of jacfwd\(f\)"):
+        fs.partition(products(torch.func.jacfwd), mesh=MESH)(x)
+    part = fs.partition(products(torch.func.jacrev), mesh=MESH, in_specs=(P("dp"),))
+    torch.testing.assert_close(part(x), products(torch.func.jacfwd)(x))

@@ -202,6 +202,7 @@ def trace(
     if within or not trace_depth():  # a trace may close over tensors of the one around it
         _check_constants(graph, where, within=within)
     graph.graph.eliminate_dead_code(is_impure_node=has_effects)
+    _check_copies(graph, where)
     extract_backwards(graph, where)
     name_regions(graph, regions)
     name_checkpoints(graph, checkpoints)
@@ -294,6 +295,16 @@ def _check_functional(graph: fx.GraphModule, where: str) -> None:
                  "an operation with a sharding rule must return its results as new tensors",
                  "a custom_op with mutates_args=(); or the call in a fs.shard_map within the "
                  "function, whose body runs on locals")  # fmt: skip
+
+
+def _check_copies(graph: fx.GraphModule, where: str) -> None:
+    """Raise `ShardingError` for copies to meta, which forward mode within a vmap makes of some."""
+    copies = graph.graph.find_nodes(op="call_function", target=torch.ops.aten._to_copy.default)
+    for node in copies:
+        if node.meta["val"].is_meta and not node.args[0].meta["val"].is_meta:
+            fail(where, "a copy to meta, as of forward mode, jacfwd for one, within a vmap",
+                 "nested transforms must be among those that PyTorch can trace, and tensors have "
+                 "values", "jacrev(f) in the place of jacfwd(f)")  # fmt: skip
 
 
 def _check_constants(graph: fx.GraphModule, where: str, *, within: bool) -> None:
