@@ -9,22 +9,34 @@ with a new shape these wait until the timeout, and name themselves.
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
 from weakref import WeakKeyDictionary
 
+from torch.distributed import DistStoreError
+
+from fshard._util.cache import CACHE_SIZE
 from fshard.layout.mesh import Mesh
 from fshard.run.transports.base import CHECKED, Group, Label, is_simulated, own_transport
 from fshard.run.transports.divergence_report import Position, diverged, stranded, user_line
 from fshard.run.transports.process_end import Listener
 from fshard.run.transports.torch_distributed import DEFAULT_TIMEOUT, ProcessWorld
 
-PAUSE = 0.0005
-"""Seconds between reads of the counter."""
-PAUSES_PER_WATCH = 64
-"""Reads of the counter between looks whether processes have ended."""
+WATCH_SECONDS = 0.25
+"""Time between looks whether processes have ended."""
 
-_COMPARED: WeakKeyDictionary[Listener, tuple[set[Hashable], dict[Group, int]]] = WeakKeyDictionary()
-"""Calls that all ranks of a group have compared, and the number of comparisons of each group."""
+
+@dataclass(slots=True)
+class _Compared:
+    """Calls that a group has compared, and their number so far, both equal on its ranks."""
+
+    calls: set[str] = field(default_factory=set)
+    count: int = 0
+
+
+_COMPARED: WeakKeyDictionary[Listener, dict[Group, _Compared]] = WeakKeyDictionary()
+"""Comparisons of each group; each `fs.init` begins anew."""
 
 
 def compare_once(label: Label, group: Group, call: str) -> None:
@@ -40,39 +52,52 @@ def compare_once(label: Label, group: Group, call: str) -> None:
     world = None if is_simulated() or CHECKED.get() is not None else own_transport()
     if not isinstance(world, ProcessWorld) or len(group) < 2:
         return
-    compared, counts = _COMPARED.setdefault(world.listener, (set(), {}))
-    if (group, call) in compared:
+    compared = _COMPARED.setdefault(world.listener, {}).setdefault(group, _Compared())
+    if call in compared.calls:
         return
-    counts[group] = count = counts.get(group, 0) + 1
-    prefix = f"fshard {world.start_count} {group} {count}"
-    own = f"{world.rank}\n{user_line(None, label)}\n{call}"
+    compared.count += 1
     try:
-        _compare(world, label.mesh, group, prefix, own)
+        own = f"{world.rank}\n{user_line(None, label)}\n{call}"
+        _compare(world, label.mesh, group, compared.count, own)
     except RuntimeError:  # the store does not answer, or is that of the fake backend
         return
-    compared.add((group, call))
+    if len(compared.calls) >= CACHE_SIZE:  # at the same call on every rank
+        compared.calls.clear()
+    compared.calls.add(call)
 
 
-def _compare(world: ProcessWorld, mesh: Mesh, group: Group, prefix: str, own: str) -> None:
+def _compare(world: ProcessWorld, mesh: Mesh, group: Group, number: int, own: str) -> None:
     """Compare the text of this rank with that of the rank that comes first."""
     store, watch = world.listener.store, world.listener.watch
-    counter, other_key = f"{prefix} count", f"{prefix} other"
-    first = store.compare_set(prefix, "", own).decode()
+    prefix = f"fshard {world.start_count} {group} "
+    first_key, count_key, other_key, end_key = _keys(prefix, number)
+    first = store.compare_set(first_key, "", own).decode()
     if _call(first) != _call(own):
         store.compare_set(other_key, "", own)
-    end = time.monotonic() + (world.timeout or DEFAULT_TIMEOUT).total_seconds()
-    reads, count = 0, store.add(counter, 1)
-    while count < len(group) and not store.check([other_key]):
-        reads += 1
-        if time.monotonic() > end or (reads % PAUSES_PER_WATCH == 0 and watch.ended(group)):
+        store.set(end_key, "")
+    if store.add(count_key, 1) == len(group):
+        store.set(end_key, "")
+        for key in _keys(prefix, number - 1):  # all ranks have read them
+            store.delete_key(key)
+    limit = time.monotonic() + (world.timeout or DEFAULT_TIMEOUT).total_seconds()
+    while not store.check([end_key]):
+        with suppress(DistStoreError):  # not yet
+            store.wait([end_key], timedelta(seconds=WATCH_SECONDS))
+            break
+        if time.monotonic() > limit or watch.ended(group):
+            count = store.add(count_key, 0)
             head = f"{count} of the ranks {group} have come to a call that is new to them"
             raise stranded(head, mesh, {world.rank: _position(own, group)},
                            "the same shapes on every rank: drop or pad the last batch")  # fmt: skip
-        time.sleep(PAUSE)
-        count = store.add(counter, 0)
     if store.check([other_key]):
         texts = sorted((first, store.get(other_key).decode()), key=_rank)
         raise diverged(mesh, group, {_rank(text): _position(text) for text in texts})
+
+
+def _keys(prefix: str, number: int) -> tuple[str, str, str, str]:
+    """Return the keys of a comparison: the first text, the count, another text, and the end."""
+    first = f"{prefix}{number}"
+    return first, f"{first} count", f"{first} other", f"{first} end"
 
 
 def _rank(text: str) -> int:
