@@ -39,13 +39,13 @@ def replay(recordings: Sequence[Recording], xs: Sequence[torch.Tensor]) -> Seque
     in which those of single functions are, backward in the reverse one.
     """
     calls = None
+    frame = sys._getframe(2)  # the caller is fshard's, and its frame object costs a microsecond
     if OBSERVERS.get():
-        frame = sys._getframe(2)  # the caller is fshard's, and its frame object costs a microsecond
         calls = []
         for recording in recordings:  # a comprehension over `frame` would cost three
             calls.append(notify_call(recording, frame))
     if torch.is_grad_enabled() and any([x.requires_grad for x in xs]):  # noqa: C419 - one frame
-        labels = [backward_label(recording.label) for recording in recordings]
+        labels = [backward_label(recording.label, frame) for recording in recordings]
         results: Sequence[torch.Tensor] = _Replay.apply(recordings, calls, labels, *xs)  # type: ignore[no-untyped-call]
         return results
     return _run_together(recordings, calls, xs)
@@ -97,12 +97,17 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        running, calls = [], ctx.calls or [None] * len(grads)
-        launches = zip(ctx.recordings, grads, calls, ctx.labels, strict=True)
-        for recording, grad, call, label in reversed([*launches]):
+        calls = ctx.calls or [None] * len(grads)
+        launches = [*zip(ctx.recordings, grads, calls, ctx.labels, strict=True)]
+        if len(launches) == 1:  # under one label
+            ((recording, grad, call, label),) = launches
+            with labelled(label):
+                result = None if grad is None else _finished(_transposed(recording, grad, call))
+            return None, None, None, result
+        running, results = [], []
+        for recording, grad, call, label in reversed(launches):
             with labelled(label):
                 running.append(None if grad is None else _transposed(recording, grad, call))
-        results = []
         for start, label in zip(running, reversed(ctx.labels), strict=True):
             with labelled(label):
                 results.append(None if start is None else _finished(start))

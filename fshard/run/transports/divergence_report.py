@@ -137,15 +137,15 @@ def deferred_label(label: Label) -> Label:
     return call_label(label, sys._getframe(1))
 
 
-def backward_label(label: Label | None = None) -> Label | None:
+def backward_label(label: Label | None = None, frame: FrameType | None = None) -> Label | None:
     """Return the label for the backward of a launch; `label` is the launch's, else the running one.
 
-    It has the user's line, and is cached by it.
+    It has the user's line, found from `frame` outwards, else from the caller, and is cached by it.
     """
     label, checked = label or LABEL.get(), CHECKED.get()
     if label is None:
         return None
-    label = call_label(label, sys._getframe(1))
+    label = call_label(label, frame or sys._getframe(1))
     module = label.module or current_module()
     key = id(label), id(checked), module
     cached = _BACKWARD_LABELS.get(key)
