@@ -76,7 +76,7 @@ def test_local_calls() -> None:
     x, w = operands()
     fs.testing.assert_local(lambda x: fs.apply(torch.relu, x), (x,), backward=True)
     fs.testing.assert_local(lambda x, w: fs.apply(torch.matmul, x, w), (x, w))
-    with pytest.raises(AssertionError, match=r"assert_local(.|\s)*backward\s+all_reduce\s+dp"):
+    with pytest.raises(AssertionError, match=r"(?s)assert_local.*backward\s+all_reduce\s+dp"):
         fs.testing.assert_local(lambda x, w: fs.apply(torch.matmul, x, w), (x, w), backward=True)
 
 
