@@ -97,6 +97,10 @@ TRANSFORMS: dict[str, Callable[[Fn, Tensor], Tensor]] = {
 }
 
 
+BATCHES, MAX_BATCHES = {"hessian": 2, "jacrev": 1, "jacfwd": 1}, 3
+"""Batches of all inputs in a transform, and the most of them nested: four take PyTorch hours."""
+
+
 class TransformedCase(MappedCase):
     """Random body under up to three transforms, mapped and on one device."""
 
@@ -109,7 +113,7 @@ class TransformedCase(MappedCase):
     def __init__(self, r: Random) -> None:
         super().__init__(r)
         self.transforms = [r.choice([*TRANSFORMS]) for _ in range(r.randint(1, 3))]
-        if self.transforms.count("hessian") > 1:  # batches of all inputs, four times nested
+        while sum(BATCHES.get(name, 0) for name in self.transforms) > MAX_BATCHES:
             self.transforms.remove("hessian")
         self.index = r.randrange(self.num_inputs)
 
