@@ -41,7 +41,7 @@ from fshard.program.program_arguments import as_topology
 from fshard.run.creation import rank_on_mesh
 from fshard.run.execute import communication
 from fshard.run.global_tensors import unshard
-from fshard.run.transports.agreement import compare_once
+from fshard.run.transports.agreement import compare_once, comparing_world
 from fshard.run.transports.base import label_of
 
 WHERE = "a partitioned function"
@@ -355,10 +355,11 @@ class PartitionedCall:
     def _function(self, rank: int) -> Callable[..., tuple[Any, ...]]:
         """Return the code of a rank, a function of its locals and the numbers."""
         if rank not in self._functions:
-            if self.programs:
+            world = comparing_world()
+            if world is not None and self.programs:
                 group, _ = communication(*self.programs, rank=rank)
                 call = f"{WHERE} of {', '.join(map(str, self.in_specs))}"
-                compare_once(label_of(WHERE, self.mesh), group, call)
+                compare_once(world, label_of(WHERE, self.mesh), group, call)
             self._functions[rank] = run_lines.compile_graph(self.graph(rank))
         return self._functions[rank]
 

@@ -33,7 +33,7 @@ from fshard.run.autograd.replay import replay
 from fshard.run.capture import Recording, Recordings, record
 from fshard.run.graphs.graph_node import graph_node
 from fshard.run.interpreter import launch, program_label, ranks_of
-from fshard.run.transports.agreement import compare_once
+from fshard.run.transports.agreement import compare_once, comparing_world
 from fshard.run.transports.base import (
     LABEL,
     Group,
@@ -221,8 +221,9 @@ def communication(*progs: Program, rank: int) -> tuple[Group, str]:
 
 def _compare_layouts(prog: Program, rank: int) -> None:
     """Raise `ShardingError` if ranks of a collective run other programs; see `compare_once`."""
-    if rank in ranks_of(prog):
-        compare_once(program_label(prog), *communication(prog, rank=rank))
+    world = comparing_world()
+    if world is not None and rank in ranks_of(prog):
+        compare_once(world, program_label(prog), *communication(prog, rank=rank))
 
 
 def _run_local(prog: Program, local: torch.Tensor, async_op: bool) -> Any:

@@ -309,7 +309,10 @@ hundreds of thousands, PyTorch's among them."""
 
 @contextmanager
 def _unfrozen() -> Iterator[None]:
-    """Find objects in the block that `gc.freeze` hides; afterwards all objects are frozen."""
+    """Find objects in the block that `gc.freeze` hides.
+
+    If the user has called it, all objects are frozen afterwards.
+    """
     count = gc.get_freeze_count()
     gc.unfreeze()
     try:

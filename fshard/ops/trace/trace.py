@@ -321,8 +321,8 @@ def _check_constants(graph: fx.GraphModule, where: str, *, within: bool) -> None
             fail(where, "a tensor that it makes, and one that it closes over from a vmap, in a "
                  "gradient", "the function is traced outside of transforms of torch.func",
                  "give it the closed-over tensor as an argument")  # fmt: skip
-        user = next(iter(node.users), node)
-        fail(f"{where}{' at ' * bool(place_of_node(user))}{place_of_node(user)}",
+        place = place_of_node(next(iter(node.users), node))
+        fail(f"{where} at {place}" if place else where,
              f"a tensor of shape {tuple(x.shape)} without values, that the function closes over",
              "closed-over tensors must have values: a trace that was refused has left this one in "
              "a module or a cache", "remove it there; a call on global tensors then computes "

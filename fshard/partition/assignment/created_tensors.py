@@ -125,9 +125,8 @@ def with_sources(tensors: Iterable[TensorVersions]) -> list[TensorVersions]:
         tensor = left.pop()
         if id(tensor) not in found:
             found[id(tensor)] = tensor
-            left += (
-                tensor.created.operands if isinstance(tensor.created, CreatedByOperation) else ()
-            )
+            if isinstance(tensor.created, CreatedByOperation):
+                left += tensor.created.operands
     return [*found.values()]
 
 

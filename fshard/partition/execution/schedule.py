@@ -267,9 +267,10 @@ def _buckets(
         bucket: LaunchBucket | None = None
         most = full / 2
         for ready, use, move in members:
-            if bucket is not None and bucket.try_add(move, ready, use, most, limit):
-                continue
-            most = full if bucket else full / 2
+            if bucket is not None:
+                if bucket.try_add(move, ready, use, most, limit):
+                    continue
+                most = full
             waits = all(isinstance(line, Redistribution | GradMode) for line in lines[ready:use])
             if is_first or not waits:
                 bucket = LaunchBucket(sends, ready, use)

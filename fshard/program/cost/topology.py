@@ -288,11 +288,8 @@ class Topology(NotebookView):
         >>> fs.Topology.tpu_v5p((16, 20, 28)).title
         'TPU v5p, torus 16x20x28'
         """
-        return Topology(
-            **machines.tpu_fields(
-                "TPU v5p", sizes, 9e10, 2.8e12, 96, {"bfloat16": 459, "int8": 918}, host=4
-            )
-        )
+        rates = {"bfloat16": 459, "int8": 918}
+        return Topology(**machines.tpu_fields("TPU v5p", sizes, 9e10, 2.8e12, 96, rates, host=4))
 
     @staticmethod
     def tpu_v5e(sizes: tuple[int, int] = (16, 16)) -> Topology:
@@ -412,7 +409,8 @@ class Topology(NotebookView):
         >>> cluster.link(mesh, ("dp", "tp"), exchange=True) == cluster.outer
         True
         """
-        mesh = as_mesh(mesh, where := "fs.Topology.link")
+        where = "fs.Topology.link"
+        mesh = as_mesh(mesh, where)
         return _link(self, mesh, mesh.check_axes(axes, where), exchange, partners)
 
     def between(self, mesh: Mesh, other: Mesh) -> Link:

@@ -38,14 +38,17 @@ def replay(recordings: Sequence[Recording], xs: Sequence[torch.Tensor]) -> Seque
     Collectives of all are under way together, forward and backward. They are launched in the order
     in which those of single functions are, backward in the reverse one.
     """
-    calls = None
-    frame = sys._getframe(2)  # the caller is fshard's, and its frame object costs a microsecond
+    calls: Calls = None
+    # The caller is fshard's, and its frame object costs a microsecond. Comprehensions over `frame`
+    # would cost three.
     if OBSERVERS.get():
-        calls = []
-        for recording in recordings:  # a comprehension over `frame` would cost three
+        frame, calls = sys._getframe(2), []
+        for recording in recordings:
             calls.append(notify_call(recording, frame))
     if torch.is_grad_enabled() and any([x.requires_grad for x in xs]):  # noqa: C419 - one frame
-        labels = [backward_label(recording.label, frame) for recording in recordings]
+        frame, labels = sys._getframe(2), []
+        for recording in recordings:
+            labels.append(backward_label(recording.label, frame))  # noqa: PERF401
         results: Sequence[torch.Tensor] = _Replay.apply(recordings, calls, labels, *xs)  # type: ignore[no-untyped-call]
         return results
     return _run_together(recordings, calls, xs)
@@ -98,14 +101,9 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         calls = ctx.calls or [None] * len(grads)
-        launches = [*zip(ctx.recordings, grads, calls, ctx.labels, strict=True)]
-        if len(launches) == 1:  # under one label
-            ((recording, grad, call, label),) = launches
-            with labelled(label):
-                result = None if grad is None else _finished(_transposed(recording, grad, call))
-            return None, None, None, result
+        launches = zip(ctx.recordings, grads, calls, ctx.labels, strict=True)
         running, results = [], []
-        for recording, grad, call, label in reversed(launches):
+        for recording, grad, call, label in reversed([*launches]):
             with labelled(label):
                 running.append(None if grad is None else _transposed(recording, grad, call))
         for start, label in zip(running, reversed(ctx.labels), strict=True):

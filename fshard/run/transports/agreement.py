@@ -36,21 +36,28 @@ class _Compared:
 
 
 _COMPARED: WeakKeyDictionary[Listener, dict[Group, _Compared]] = WeakKeyDictionary()
-"""Comparisons of each group; each `fs.init` begins anew."""
+"""Comparisons of each group, by the listener of this process."""
 
 
-def compare_once(label: Label, group: Group, call: str) -> None:
-    """Raise `ShardingError` on all ranks of a group if their calls differ, the first time of each.
+def comparing_world() -> ProcessWorld | None:
+    """Return the transport of this process if the first calls of its ranks must be compared.
 
     Simulations and `check="collectives"` compare every call themselves.
+    """
+    world = None if is_simulated() or CHECKED.get() is not None else own_transport()
+    return world if isinstance(world, ProcessWorld) else None
+
+
+def compare_once(world: ProcessWorld, label: Label, group: Group, call: str) -> None:
+    """Raise `ShardingError` on all ranks of a group if their calls differ, the first time of each.
 
     Args:
+        world: the `comparing_world`.
         label: the label of the call.
         group: the ranks, all of which call this with a new call at the same time.
         call: the call as text, with all that ranks must agree on.
     """
-    world = None if is_simulated() or CHECKED.get() is not None else own_transport()
-    if not isinstance(world, ProcessWorld) or len(group) < 2:
+    if len(group) < 2:
         return
     compared = _COMPARED.setdefault(world.listener, {}).setdefault(group, _Compared())
     if call in compared.calls:

@@ -40,20 +40,17 @@ from fshard.run.autograd.linear_function import (
 from fshard.run.autograd.replay import replay
 from fshard.run.capture import Recording, Recordings, record
 from fshard.run.graphs.blocks import block_shape
-from fshard.run.transports.agreement import compare_once
+from fshard.run.transports.agreement import compare_once, comparing_world
 from fshard.run.transports.base import (
     Label,
     Transport,
-    current_transport,
     direct_transport,
     label_of,
     labelled,
     unobserved,
     with_label,
 )
-from fshard.run.transports.divergence_report import (
-    deferred_label,
-)
+from fshard.run.transports.divergence_report import deferred_label
 from fshard.run.transports.reduce_dtypes import TensorFunction
 from fshard.run.transports.shape_only import ShapeTransport, is_abstract, meta_as_real
 from fshard.spmd.axis_env import BoundAxes, current_axes, current_tracker
@@ -404,12 +401,12 @@ def _compare_shapes(label: Label, axes: tuple[str, ...], xs: Sequence[torch.Tens
 
     Shards along the axes have different sizes, and backends compare none.
     """
-    transport = current_transport()
-    if transport is None or transport.rank not in label.mesh or any(map(is_abstract, xs)):
+    world = comparing_world()
+    if world is None or world.rank not in label.mesh or any(map(is_abstract, xs)):
         return
     shapes = ", ".join(str(tuple(shape)) for shape in label.shapes)
     call = f"{label.name}{label.arguments} over {', '.join(axes)}: {xs[0].dtype} of {shapes}"
-    compare_once(label, label.mesh.group(transport.rank, axes), call)
+    compare_once(world, label, label.mesh.group(world.rank, axes), call)
 
 
 def require_tensor(value: Any, where: str) -> torch.Tensor:
