@@ -7,24 +7,16 @@ cannot be values, since code outside the function or autograd would see them, ra
 
 from __future__ import annotations
 
-import functools
-import gc
 import operator
-import sys
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from types import FrameType
 from typing import Any, NoReturn
 
 import torch
 from torch import fx
-from torch.overrides import TorchFunctionMode
 
 from fshard._torch.autograd_state import SET_GRAD_ENABLED
 from fshard._torch.fake_tensors import (
-    FakeTensor,
     from_functional,
     functional_mode,
     shares_memory,
@@ -32,7 +24,6 @@ from fshard._torch.fake_tensors import (
     to_functional,
 )
 from fshard._torch.memory import storage_address
-from fshard._torch.modes import DispatchMode
 from fshard._torch.operators import OpOverload, schema_of, schema_or_none
 from fshard._util.dtypes import is_inexact
 from fshard._util.errors import fail
@@ -232,134 +223,7 @@ def _storages(node: fx.Node) -> set[int]:
     return {storage_address(x) for x in tensors_in(node.meta.get("val"))}
 
 
-# -- refused writes -----------------------------------------------------------------------------
-
-
-class ClosureGuard(DispatchMode):
-    """Mode that refuses writes to tensors that a traced function closes over.
-
-    `check_leaks` refuses results that the function keeps outside, which have no values.
-    `clear_caches` empties the caches of `functools` that keep some.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.own: set[int] = set()
-        self.results: list[tuple[weakref.ref[torch.Tensor], str]] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        for x in tensors_in(written_operands(func, args, kwargs or {})):
-            if not isinstance(x, FakeTensor) and storage_address(x) not in self.own:
-                refuse_closure_write(base_name(func))
-        refuse_sparse((args, kwargs), base_name(func))
-        out = func(*args, **(kwargs or {}))
-        refuse_sparse(out, base_name(func))
-        before = {storage_address(x) for x in tensors_in((args, kwargs))}
-        self.own |= {storage_address(x) for x in tensors_in(out)} - before
-        if func is not torch.ops.aten.empty_strided.default:  # a constant, which the mode keeps
-            self.results += [(weakref.ref(x), base_name(func)) for x in tensors_in(out)
-                             if isinstance(x, FakeTensor)]  # fmt: skip
-        return out
-
-    def check_leaks(self, arguments: Sequence[torch.Tensor], where: str) -> None:
-        """Raise `ShardingError` if a result or an argument is kept outside of the function.
-
-        `arguments` must be the only container of the arguments.
-        """
-        kept = self._alive(arguments) or _kept(arguments)
-        if kept:
-            with _unfrozen():
-                gc.collect()  # reference cycles are not outside
-                self.clear_caches(arguments)
-                kept = self._alive(arguments) or _kept(arguments)
-        if not kept:
-            return
-        fail(where, f"{kept[0]} is kept outside of the function",
-             "the function is traced once on tensors without values, which are of no use after it",
-             "return it; a value that a module or a cache keeps is removed there, and computed "
-             "before by a call on global tensors")  # fmt: skip
-
-    def clear_caches(self, arguments: Sequence[torch.Tensor] = ()) -> None:
-        """Clear each `functools.lru_cache` that keeps a result or one of `arguments`.
-
-        The function that it caches is called again where its value is needed.
-        """
-        traced = {id(x) for ref, _ in self.results if (x := ref()) is not None}
-        traced.update(map(id, arguments))
-        if not traced:
-            return
-        with _unfrozen():
-            for x in gc.get_objects():
-                if type(x) is functools._lru_cache_wrapper and _contains(x, traced):
-                    x.cache_clear()
-
-    def _alive(self, arguments: Sequence[torch.Tensor]) -> list[str]:
-        ids = {id(x) for x in arguments}
-        results = ((ref(), name) for ref, name in self.results)
-        return [f"a result of {name}{_container_of(x)}" for x, name in results
-                if x is not None and id(x) not in ids]  # fmt: skip
-
-
-STARTUP_FROZEN = 2_000
-"""More objects than Python itself freezes as it starts: 375 in Python 3.12. A user's call freezes
-hundreds of thousands, PyTorch's among them."""
-
-
-@contextmanager
-def _unfrozen() -> Iterator[None]:
-    """Find objects in the block that `gc.freeze` hides.
-
-    If the user has called it, all objects are frozen afterwards.
-    """
-    count = gc.get_freeze_count()
-    gc.unfreeze()
-    try:
-        yield
-    finally:
-        if count > STARTUP_FROZEN:
-            gc.freeze()
-
-
-def _container_of(x: torch.Tensor) -> str:
-    """Return a clause with the dict or attribute that keeps a tensor, "" for others."""
-    for owner in gc.get_referrers(x):
-        items = owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})
-        key = next((key for key, value in items.items() if value is x), None)
-        if key is not None:
-            objects = [y for y in gc.get_referrers(owner) if getattr(y, "__dict__", None) is owner]
-            name = type([*objects, owner][0]).__name__
-            return f", under {key!r} of a {name},"
-    return ""
-
-
-def _contains(cache: Any, ids: set[int]) -> bool:
-    """Return True if a cache has one of the objects `ids` in a key or a value."""
-    seen, todo = set[int](), [cache]
-    while todo:
-        for x in gc.get_referents(todo.pop()):
-            if id(x) in ids:
-                return True
-            if isinstance(x, tuple | list | dict) and id(x) not in seen:
-                seen.add(id(x))
-                todo.append(x)
-    return False
-
-
-def _kept(arguments: Sequence[torch.Tensor]) -> list[str]:
-    """Return the arguments that other objects than `arguments` refer to.
-
-    Frames end, and mapped regions enter the modes around them again, as that of `fs.random.keyed`.
-    """
-    # By index: a variable of a loop would be a third reference, beside the container and the call.
-    return [
-        f"argument {i}" for i in range(len(arguments))
-        if sys.getrefcount(arguments[i]) > 2 and any(
-            x is not arguments and not isinstance(x, FrameType | TorchFunctionMode)
-            for x in gc.get_referrers(arguments[i])
-        )
-    ]  # fmt: skip
+# -- operands that are refused -------------------------------------------------------------------
 
 
 def refuse_sparse(values: Any, name: str) -> None:

@@ -23,7 +23,6 @@ from fshard._torch.checkpointing import checkpoint_form
 from fshard._torch.dynamo import compiled_functions_inlined
 from fshard._torch.fake_tensors import (
     FakeTensor,
-    FakeTensorMode,
     unpatched_modules,
     without_cudnn,
     without_fake_tensor_logs,
@@ -53,11 +52,7 @@ from fshard.ops.trace.checkpoints import (
 )
 from fshard.ops.trace.custom_functions import extract_backwards, has_effects
 from fshard.ops.trace.draw_layouts import assign_draw_layouts
-from fshard.ops.trace.functionalize import (
-    ClosureGuard,
-    functional,
-    writes,
-)
+from fshard.ops.trace.functionalize import functional, writes
 from fshard.ops.trace.hidden_writes import copy_overwritten, keep_gradients
 from fshard.ops.trace.inference import inference_without_grad
 from fshard.ops.trace.inner_gradients import (
@@ -68,6 +63,12 @@ from fshard.ops.trace.inner_gradients import (
     TakesGradients,
     refuse_grads,
     refuse_hidden_gradients,
+)
+from fshard.ops.trace.kept_tensors import (
+    ClosureGuard,
+    LeftTensorError,
+    TraceFakeMode,
+    clear_caches,
 )
 from fshard.ops.trace.mapped_regions import name_regions, recorded_regions
 from fshard.ops.trace.merged_dims import separate_merged_dims
@@ -161,22 +162,26 @@ def trace(
             `autograd.Function` while gradients are requested.
     """
     outer_levels: list[int | None] = [None]
-    guard = ClosureGuard()
     hidden = refuse_hidden_gradients(requires_grad, trace_depth, lambda: outer_levels[-1], where)
 
-    def trace_with(mode: AboveAutograd | BelowAutograd) -> TracedFunction:
-        guard.clear_caches()  # of a trace that was given up
-        is_above = isinstance(mode, AboveAutograd)
-        with checkpoint_form(record_checkpoint if is_above else record_and_recompute):
-            return _trace(fn, metas, where, requires_grad, devices, mode, guard, numbers,
-                          names)  # fmt: skip
+    def trace_with(new_mode: Callable[[], AboveAutograd | BelowAutograd]) -> TracedFunction:
+        for attempt in range(2):
+            mode = new_mode()
+            is_above = isinstance(mode, AboveAutograd)
+            try:
+                with checkpoint_form(record_checkpoint if is_above else record_and_recompute):
+                    return _trace(fn, metas, where, requires_grad, devices, mode, numbers, names)
+            except LeftTensorError:
+                if attempt or not clear_caches():
+                    raise
+        raise AssertionError("the second attempt returns or raises")
 
     def trace_once(*, outside: bool) -> TracedFunction:
         if above:
             with suppress(TakesGradients):
-                return trace_with(AboveAutograd(where, requires_grad, outside=outside))
+                return trace_with(lambda: AboveAutograd(where, requires_grad, outside=outside))
         tracked = torch.is_grad_enabled()
-        return trace_with(BelowAutograd(where, requires_grad, tracked, outside=outside))
+        return trace_with(lambda: BelowAutograd(where, requires_grad, tracked, outside=outside))
 
     with (
         _TRACE_LOCK,
@@ -194,9 +199,6 @@ def trace(
         except ReadsBatchedTensor:
             outer_levels.append(transform_level())
             traced = trace_once(outside=False)
-        except ShardingError:
-            guard.clear_caches()
-            raise
     graph = traced.graph
     within = outer_levels[-1] is not None
     if within or not trace_depth():  # a trace may close over tensors of the one around it
@@ -214,8 +216,7 @@ def trace(
 def _trace(
     fn: Callable[..., Sequence[Any]], metas: Sequence[Meta], where: str,
     requires_grad: Sequence[bool], devices: Sequence[torch.device],
-    mode: AboveAutograd | BelowAutograd, guard: ClosureGuard, numbers: Sequence[int | float],
-    names: Sequence[str],
+    mode: AboveAutograd | BelowAutograd, numbers: Sequence[int | float], names: Sequence[str],
 ) -> TracedFunction:  # fmt: skip
     """Trace a function under a mode; dead code is not eliminated."""
     # Importing the tracer takes a second.
@@ -232,7 +233,8 @@ def _trace(
     tracked: frozenset[int] = frozenset()
     symbolic = SymbolicNumbers(numbers) if numbers else None
     symbols, env = (symbolic.symbols, symbolic.env) if symbolic else ((), None)
-    fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
+    guard = ClosureGuard()
+    fake_mode = TraceFakeMode(allow_non_fake_inputs=True, shape_env=env)
     with (
         fake_mode, _deeper(), without_fake_tensor_logs(), compiled_functions_inlined(),
         without_cudnn(), unpatched_modules(),
@@ -259,10 +261,11 @@ def _trace(
                 graph, written = functional(graph, fakes, symbols, above=above)
                 copy_overwritten(graph, tracked)
                 _check_functional(graph, where)
-        except ShardingError:
-            raise
-        except Exception as error:  # noqa: BLE001 - it is the user's function that ran
-            refuse_function(where, error, names)
+        except BaseException as error:
+            fake_mode.has_failed = True
+            if isinstance(error, ShardingError) or not isinstance(error, Exception):
+                raise
+            refuse_function(where, error, names)  # it is the user's function that ran
     return TracedFunction(graph, written, tracked if above else frozenset(),
                           symbolic.condition() if symbolic else None,
                           tuple(mode.closures))  # fmt: skip

@@ -109,7 +109,14 @@ def test_caches_of_functions_that_fail_keep_no_traced_tensors(weighted: Weighted
     x, mask = torch.rand(4), torch.rand(4)
     part = fs.partition(lambda x: x if weighted(x, x).sum() > 0 else -x, mesh=MESH)
     assert "reads a tensor's values" in error_of(part, x)
-    torch.testing.assert_close(weighted(x, mask), x * mask.cumsum(0) * torch.arange(1.0, 5.0))
+    expected = x * mask.cumsum(0) * torch.arange(1.0, 5.0)
+    torch.testing.assert_close(fs.partition(weighted, mesh=MESH)(x, mask), expected)
+    assert "reads a tensor's values" in error_of(part, x)
+    error = error_of(weighted, x, mask)
+    assert "a tensor of shape (4,) without values, under 'w' of a dict" in error
+    assert "mul at " in error and "test_kept_tensors.py" in error.partition("\n")[0]
+    assert "fix:   call it again: caches of functools" in error
+    torch.testing.assert_close(weighted(x, mask), expected)
 
 
 def test_frozen_caches_of_functions_keep_no_traced_tensors(weighted: Weighted) -> None:
@@ -138,8 +145,9 @@ def test_traced_tensors_in_other_caches_are_refused() -> None:
     assert "reads a tensor's values" in error_of(part, x, True)
     for _ in range(2):
         error = error_of(part, x, False)
-        assert "given: a tensor of shape (4,) without values, that the function closes" in error
+        assert "given: a tensor of shape (4,) without values, under 4 of a dict" in error
         assert "test_kept_tensors.py" in error.partition("\n")[0]
+    assert "fix:   remove it there" in error_of(weighted, x, True)
     cached.clear()
     assert "given: a result of arange, under 4 of a dict, is kept outside" in error_of(
         part, x, False
