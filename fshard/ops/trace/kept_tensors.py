@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -28,25 +28,26 @@ class LeftTensorError(ShardingError):
     """Call with a tensor without values that a failed trace has left."""
 
 
-class TraceFakeMode(FakeTensorMode):
-    """Mode of one trace, whose tensors have shapes and no values.
+class FailedTraceMode(FakeTensorMode):
+    """Mode of a trace that failed: calls with its tensors raise `LeftTensorError`.
 
-    Calls with them raise `LeftTensorError` after `has_failed` is set: a function that failed may
-    have kept some in a module or a cache.
+    The function may have kept some in a module or a cache.
     """
-
-    has_failed = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        if self.has_failed:
-            refuse_left(base_name(func), (args, kwargs), clears=True)
-        return super().__torch_dispatch__(func, types, args, kwargs or {})
+    ) -> NoReturn:
+        refuse_left(base_name(func), (args, kwargs), clears=True)
+        raise AssertionError("the mode runs for its tensors alone")
+
+
+def end_failed(mode: FakeTensorMode) -> None:
+    """Refuse calls with the tensors of a trace that failed."""
+    mode.__class__ = FailedTraceMode  # traces need a mode of PyTorch's class, as its operators do
 
 
 def _is_left(x: Any) -> bool:
-    return isinstance(x, FakeTensor) and getattr(x.fake_mode, "has_failed", False)
+    return isinstance(x, FakeTensor) and isinstance(x.fake_mode, FailedTraceMode)
 
 
 def refuse_left(name: str, operands: Any, *, clears: bool = False) -> None:

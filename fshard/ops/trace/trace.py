@@ -23,6 +23,7 @@ from fshard._torch.checkpointing import checkpoint_form
 from fshard._torch.dynamo import compiled_functions_inlined
 from fshard._torch.fake_tensors import (
     FakeTensor,
+    FakeTensorMode,
     unpatched_modules,
     without_cudnn,
     without_fake_tensor_logs,
@@ -67,8 +68,8 @@ from fshard.ops.trace.inner_gradients import (
 from fshard.ops.trace.kept_tensors import (
     ClosureGuard,
     LeftTensorError,
-    TraceFakeMode,
     clear_caches,
+    end_failed,
 )
 from fshard.ops.trace.mapped_regions import name_regions, recorded_regions
 from fshard.ops.trace.merged_dims import separate_merged_dims
@@ -234,7 +235,7 @@ def _trace(
     symbolic = SymbolicNumbers(numbers) if numbers else None
     symbols, env = (symbolic.symbols, symbolic.env) if symbolic else ((), None)
     guard = ClosureGuard()
-    fake_mode = TraceFakeMode(allow_non_fake_inputs=True, shape_env=env)
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
     with (
         fake_mode, _deeper(), without_fake_tensor_logs(), compiled_functions_inlined(),
         without_cudnn(), unpatched_modules(),
@@ -262,7 +263,7 @@ def _trace(
                 copy_overwritten(graph, tracked)
                 _check_functional(graph, where)
         except BaseException as error:
-            fake_mode.has_failed = True
+            end_failed(fake_mode)
             if isinstance(error, ShardingError) or not isinstance(error, Exception):
                 raise
             refuse_function(where, error, names)  # it is the user's function that ran
