@@ -11,6 +11,7 @@
 - `draw_layouts`: random draws take the layout of a tensor they are combined with.
 - `merged_dims`: dims stay apart that reshapes merge and split again, as batch and heads.
 - `refused_functions`: errors of functions that cannot be traced.
+- `kept_tensors`: tensors without values that a function keeps outside, and those of failed traces.
 - `constants`: values that depend on no argument, which a function may read.
 - `traced_positions`: `x[i]` for a position `i` that the function computes.
 - `unread_values`: `torch.cov`, `torch.corrcoef` and distributions without reads of values.
