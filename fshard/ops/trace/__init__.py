@@ -2,14 +2,12 @@
 
 - `trace`: the graph of a function or of a decomposition; `fs.constrain`.
 - `functionalize`: writes in place become new values.
-- `hidden_writes`: gradients of values that are written under `no_grad` or through `detach()`.
 - `inner_gradients`: functions that take gradients or use `torch.func` themselves.
 - `inference`: blocks of `torch.inference_mode` as blocks without gradients.
 - `custom_functions`: the backward of a custom `autograd.Function` as a graph.
 - `mapped_regions`: calls of mapped functions as operations that run on locals.
 - `checkpoints`: calls of `torch.utils.checkpoint` as marks around their operations.
-- `draw_layouts`: random draws take the layout of a tensor they are combined with.
-- `merged_dims`: dims stay apart that reshapes merge and split again, as batch and heads.
+- `passes`: hidden writes, layouts of draws, dims that reshapes merge.
 - `refused_functions`: errors of functions that cannot be traced.
 - `kept_tensors`: tensors without values that a function keeps outside, and those of failed traces.
 - `constants`: values that depend on no argument, which a function may read.

@@ -52,9 +52,7 @@ from fshard.ops.trace.checkpoints import (
     recorded_checkpoints,
 )
 from fshard.ops.trace.custom_functions import extract_backwards, has_effects
-from fshard.ops.trace.draw_layouts import assign_draw_layouts
 from fshard.ops.trace.functionalize import functional, writes
-from fshard.ops.trace.hidden_writes import copy_overwritten, keep_gradients
 from fshard.ops.trace.inference import inference_without_grad
 from fshard.ops.trace.inner_gradients import (
     AboveAutograd,
@@ -72,7 +70,9 @@ from fshard.ops.trace.kept_tensors import (
     end_failed,
 )
 from fshard.ops.trace.mapped_regions import name_regions, recorded_regions
-from fshard.ops.trace.merged_dims import separate_merged_dims
+from fshard.ops.trace.passes.draw_layouts import assign_draw_layouts
+from fshard.ops.trace.passes.hidden_writes import copy_overwritten, keep_gradients
+from fshard.ops.trace.passes.merged_dims import separate_merged_dims
 from fshard.ops.trace.refused_functions import refuse_conversions, refuse_function
 from fshard.ops.trace.source_places import place_of_node, recorded_places
 from fshard.run.transports.base import TRACE_DEPTH
