@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections import OrderedDict
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
@@ -16,7 +16,6 @@ from torch.nn.modules import module as all_modules
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
-from torch.utils.hooks import RemovableHandle
 
 CHILDREN = ("_parameters", "_buffers", "_modules")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -65,30 +64,30 @@ def state_dictionaries(module: torch.nn.Module) -> list[dict[str, Any]]:
     return own + [getattr(all_modules, f"_global{name}") for name in HOOKS]
 
 
-KEY = RemovableHandle(OrderedDict()).id
-"""Key of the global hooks of `hook_forwards`, which no other hook has."""
-_BLOCKS: list[None] = []
+_CALLS: list[Any] = []
+"""`nn.Module._call_impl` from before the first running block of `calls_by`, for each block."""
+_CALLS_LOCK = threading.Lock()
 
 
 @contextmanager
-def hook_forwards(before: Callable[..., None], after: Callable[..., None]) -> Iterator[None]:
-    """Call two functions around the forward of every module in the block.
+def calls_by(call: Callable[..., Any]) -> Iterator[None]:
+    """Let `call(original, module, *args, **kwargs)` call every module in the block.
 
-    Where PyTorch gives each registration a new key, this one is always the same: keys are part of
-    the state of a trace, which would be another in every block.
+    Blocks of several threads may overlap; the first one's `call` is that of all. Global hooks would
+    be part of the state of a trace, and to replace `__call__` would take milliseconds.
     """
-    all_modules._global_forward_pre_hooks[KEY] = before
-    all_modules._global_forward_hooks[KEY] = after
-    all_modules._global_forward_hooks_always_called[KEY] = True
-    _BLOCKS.append(None)
+    with _CALLS_LOCK:
+        original = _CALLS[0] if _CALLS else nn.Module._call_impl
+        if not _CALLS:
+            nn.Module._call_impl = lambda *args, **kwargs: call(original, *args, **kwargs)  # type: ignore[method-assign]
+        _CALLS.append(original)
     try:
         yield
     finally:
-        _BLOCKS.pop()
-        if not _BLOCKS:
-            del all_modules._global_forward_pre_hooks[KEY]
-            del all_modules._global_forward_hooks[KEY]
-            del all_modules._global_forward_hooks_always_called[KEY]
+        with _CALLS_LOCK:
+            _CALLS.pop()
+            if not _CALLS:
+                nn.Module._call_impl = original  # type: ignore[method-assign]
 
 
 def recomputed_weights(objects: Iterable[Any]) -> list[tuple[dict[str, Any], str, Any]]:

@@ -62,7 +62,8 @@ class NumberOperation:
 class Operation:
     """Operation on locals by its strategy; `single` if it returns one tensor.
 
-    `place` is the user's source line as `file:line`.
+    `place` is the user's source line as `file:line`, `module` the path of the module whose forward
+    ran it.
     """
 
     out: int
@@ -72,16 +73,21 @@ class Operation:
     single: bool
     name: str
     place: str = ""
+    module: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Redistribution:
-    """Program from the layout of a value to another; with `grad` its transpose runs backward."""
+    """Program from the layout of a value to another; with `grad` its transpose runs backward.
+
+    `module` is that of `with_modules`.
+    """
 
     out: int
     source: Ref
     program: Program
     grad: bool
+    module: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -177,7 +183,7 @@ class RegionCall:
     `grads` says for every operand if its gradient is requested; None if nothing is differentiated.
     `products` are the operations that it stands for, in `steps` equal parts. A part reads and
     writes `step_bytes`, and collectives run beside all parts but one. The work of other functions
-    is unknown. `place` is a source line.
+    is unknown. `place` is a source line, `module` the path of a module.
     """
 
     out: int
@@ -188,6 +194,7 @@ class RegionCall:
     steps: int = 1
     step_bytes: int = 0
     place: str = ""
+    module: str = ""
 
     @property
     def forward(self) -> tuple[RecordedCollective, ...]:
@@ -229,7 +236,7 @@ class LaunchBatch:
 
     With `grad` the batch of their transposes runs backward: the backward of the `WaitBatch`
     launches it, and that of the launch waits for it. With `waits` the `WaitBatch` is the next line:
-    the two are one operation for autograd.
+    the two are one operation for autograd. `module` is the common part of the programs' modules.
     """
 
     out: int
@@ -237,6 +244,7 @@ class LaunchBatch:
     group: ProgramGroup
     grad: bool
     waits: bool = False
+    module: str = ""
 
     @property
     def programs(self) -> tuple[Program, ...]:
@@ -390,6 +398,30 @@ def keep_gradients_of(lines: Sequence[Line], outputs: Sequence[int]) -> list[Lin
         else:
             kept.append(line)
     return kept[::-1]
+
+
+def with_modules(lines: Sequence[Line]) -> list[Line]:
+    """Return the lines, in which redistributions have the modules of operations.
+
+    It is that of the first operation that uses the result, else that of the one before. Views are
+    passed over.
+    """
+    made: dict[int, str] = {}
+    used: dict[int, str] = {}
+    for line in lines:
+        module = getattr(line, "module", "")
+        sources = [made.get(operand, "") for _, operand in aliases_of(line)]
+        if hasattr(line, "out"):
+            made[line.out] = module or next(filter(None, sources), "")
+    result: list[Line] = []
+    for line in reversed(lines):
+        module = getattr(line, "module", "") or used.get(getattr(line, "out", -1), "")
+        used.update(dict.fromkeys(operands_of(line), module))
+        if isinstance(line, Redistribution):
+            result.append(replace(line, module=module or made[line.out]))
+        else:
+            result.append(line)
+    return result[::-1]
 
 
 def specs_text(specs: Sequence[Spec | None]) -> str:

@@ -177,8 +177,9 @@ class Partition:
 
         Args:
             *args: arguments as for `trace`; without any, the last new kind of call is explained.
-            only: "layouts", "compute" or "communication" for a table of these alone. A function
-                with a parameter of that name is explained by `trace(...).explain(only=...)`.
+            only: "layouts", "compute" or "communication" for a table of these alone, "modules" for
+                the times of modules. For a function with a parameter of that name,
+                `trace(...).explain(only=...)`.
             **kwargs: arguments by name.
 
         To see why an operation gathers, call `fs.propagate(op, *specs)` with the specs above its

@@ -260,7 +260,8 @@ class PartitionedCall:
 
         Args:
             topology: the topology to cost the step on; None is the one it was planned on.
-            only: "layouts", "compute" or "communication" for a table of these alone.
+            only: "layouts", "compute" or "communication" for a table of these alone, or "modules"
+                for the times of every `torch.nn.Module` whose forward runs.
 
         Raises:
             ShardingError: for another `only`.

@@ -51,9 +51,14 @@ def _count(keys: Sequence[object], start: int, size: int) -> int:
 
 
 def without_number(name: str) -> str:
-    """Return the name of an operation without the number that distinguishes it.
+    """Return the name of an operation or a module without the numbers that distinguish it.
 
-    >>> without_number("linear_12"), without_number("linear")
-    ('linear', 'linear')
+    >>> without_number("linear_12"), without_number("Net.layers.3.linear")
+    ('linear', 'Net.layers.*.linear')
     """
-    return re.sub(r"_\d+$", "", name)
+    return re.sub(r"_\d+$", "", of_any_layer(name))
+
+
+def of_any_layer(name: str) -> str:
+    """Return the path of a module with `*` in the place of numbers; other names are unchanged."""
+    return re.sub(r"(?<=\.)\d+", "*", name)

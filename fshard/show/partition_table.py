@@ -28,7 +28,7 @@ from fshard.partition.ir import (
     specs_text,
 )
 from fshard.partition.partitioned_call import PartitionedCall
-from fshard.partition.step_cost.roofline import COMMUNICATION, COMPUTE, Roofline
+from fshard.partition.step_cost.roofline import COMMUNICATION, COMPUTE, MODULES, Roofline
 from fshard.program.cost.topology import Topology
 from fshard.program.program import Program
 from fshard.program.steps import AllGather
@@ -36,7 +36,7 @@ from fshard.run.transports.shape_only import RecordedCollective
 from fshard.show.folding import repetitions, without_number
 from fshard.show.table import Column, Row, Table, Tables
 
-KINDS = (COMPUTE, COMMUNICATION)
+KINDS = (COMPUTE, COMMUNICATION, MODULES)
 MAX_GATHERED = 4
 """Most gathered arguments that get a note."""
 COLUMNS = (
@@ -72,7 +72,8 @@ def explain_partitioned(
     Args:
         call: the call.
         topology: the machine of the times.
-        only: "layouts", "compute" or "communication" for one table; None for layouts and times.
+        only: "layouts", "compute", "communication" or "modules" for one table; None for layouts and
+            times.
 
     >>> import torch
     >>> from fshard import Mesh, P, partition
@@ -92,7 +93,7 @@ def explain_partitioned(
     """
     if only not in (None, "layouts", *KINDS):
         fail("explain", f"only={only!r}",
-             "only must be 'layouts', 'compute', 'communication' or None",
+             "only must be 'layouts', 'compute', 'communication', 'modules' or None",
              "only='communication'")  # fmt: skip
     if only in KINDS:
         times: Table = call.roofline(topology).table(only)

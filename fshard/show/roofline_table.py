@@ -14,11 +14,12 @@ from fshard.partition.step_cost.roofline import (
     COMMUNICATION,
     COMPUTE,
     FORWARD,
+    MODULES,
     RECOMPUTE,
     Roofline,
     StepEvent,
 )
-from fshard.show.folding import repetitions, without_number
+from fshard.show.folding import of_any_layer, repetitions, without_number
 from fshard.show.table import Column, Row, Table
 
 COLUMNS = (
@@ -97,11 +98,13 @@ def roofline_table(roofline: Roofline, only: str | None) -> Table:
     bound by compute: 78 % of 1.02 ms; 585 FLOP/B, machine 129 in float32; 270
     TFLOP/s of 346 TFLOP/s
     """
-    if only not in (None, COMPUTE, COMMUNICATION):
-        fail("explain", f"only={only!r}", "only must be 'compute', 'communication' or None",
+    if only not in (None, COMPUTE, COMMUNICATION, MODULES):
+        fail("explain", f"only={only!r}",
+             "only must be 'compute', 'communication', 'modules' or None",
              "only='communication'")  # fmt: skip
     rows: list[Row] = []
-    members = _rows(roofline, only)
+    by_module, only = only == MODULES, None if only == MODULES else only
+    members = _rows_by_module(roofline) if by_module else _rows(roofline, only)
     place = ""
     for start, size, count in repetitions([row.key for row in members]):
         indent = "  " if size > 1 else ""
@@ -109,7 +112,7 @@ def roofline_table(roofline: Roofline, only: str | None) -> Table:
             rows.append((f"each of {count} layers:", "", "", "", "", ""))
         for first in range(start, start + size):
             layers = members[first : first + size * count : size]
-            here = layers[0].events[0].place
+            here = "" if by_module else layers[0].events[0].place
             if here and here != place:
                 rows.append((f"{indent}{os.path.basename(here)}", "", "", "", "", ""))
             place = here or place
@@ -131,6 +134,16 @@ def _rows(roofline: Roofline, only: str | None) -> list[RooflineRow]:
             key, row = (event.value, event.name), RooflineRow(event.name)
         rows.setdefault(key, row).events.append(event)
     return _in_order([*rows.values()])
+
+
+def _rows_by_module(roofline: Roofline) -> list[RooflineRow]:
+    """Return a row for the computation and one for the communication of every module."""
+    rows: dict[object, RooflineRow] = {}
+    for event in roofline.events:
+        name = event.module or "(no module)"
+        name += f" {COMMUNICATION}" if event.kind == COMMUNICATION else ""
+        rows.setdefault(name, RooflineRow(name)).events.append(event)
+    return [*rows.values()]
 
 
 def _in_order(rows: list[RooflineRow]) -> list[RooflineRow]:
@@ -158,7 +171,9 @@ def _in_order(rows: list[RooflineRow]) -> list[RooflineRow]:
 
 def _cells(layers: Sequence[RooflineRow], indent: str) -> Row:
     """Return the cells of a row: the mean of equal layers, or the sum of equal rows in a row."""
-    row, n = RooflineRow(layers[0].name, [x for row in layers for x in row.events]), len(layers)
+    n, name = len(layers), layers[0].name
+    name = name if n == 1 else of_any_layer(name)
+    row = RooflineRow(name, [x for row in layers for x in row.events])
     if not indent and n > 1:
         row.name, n = f"{n} x {row.name}", 1
     flops = count_text(row.flops // n) if row.flops else ""

@@ -52,7 +52,7 @@ from fshard.ops.trace.custom_functions import apply_in_transform, apply_traced, 
 from fshard.ops.trace.functionalize import base_of, written_operands
 from fshard.ops.trace.fused_updates import FUSED_STEPS
 from fshard.ops.trace.inference import as_traced
-from fshard.ops.trace.source_places import note_place
+from fshard.ops.trace.source_places import note_gradients, note_place
 from fshard.ops.trace.traced_positions import TracedPositions
 from fshard.ops.trace.unread_values import WITHOUT_READS
 from fshard.run.transports.divergence_report import user_line
@@ -261,6 +261,7 @@ class BelowAutograd(TraceMode):
         if is_untracked and effect_of(func).action not in _UNTRACKED:
             return self._without_gradients(func, args, kwargs)
         out = self.run(func, args, kwargs)
+        note_gradients(out)
         has_graph = func is not torch.autograd.grad or bool(kwargs.get("create_graph"))
         if func == _GRAD and out is not None:  # which backward() has filled
             has_graph = out.requires_grad

@@ -34,7 +34,7 @@ from fshard.ops.trace.checkpoints import CheckpointMark
 from fshard.ops.trace.custom_functions import TracedBackward
 from fshard.ops.trace.functionalize import has_no_gradient
 from fshard.ops.trace.mapped_regions import MappedRegion, planned_region
-from fshard.ops.trace.source_places import place_of_node
+from fshard.ops.trace.source_places import module_of_node, place_of_node
 from fshard.ops.trace.trace import Constraint, decompose
 from fshard.partition import ir
 from fshard.partition.assignment.created_tensors import CreatedByFactory, created_by, with_sources
@@ -84,7 +84,7 @@ class LayoutAssigner:
         self.device, self.hints, self.shard_replicated = device, hints, shard_replicated
         self.kept = kept
         self.decomposing: list[tuple[Any, int]] = []  # calls, and elements of their operands
-        self.place = ""
+        self.place = self.module = ""
 
     def assign(
         self,
@@ -158,7 +158,7 @@ class LayoutAssigner:
         """Add the lines of a node that calls a function, and return its results."""
         op = node.target
         if not self.decomposing:
-            self.place = place_of_node(node)
+            self.place, self.module = place_of_node(node), module_of_node(node)
         args, kwargs = map_call(node.args, node.kwargs, fx.Node, env.__getitem__)
         if getattr(op, "__name__", "") == "getitem":
             result = args[0][args[1]]
@@ -317,7 +317,7 @@ class LayoutAssigner:
             used: self.backward_call(graph, [*compress(out_specs, used)], saved_specs, in_specs)
             for used, graph in graphs.items()
         }
-        label = Label(target.name, self.mesh, self.place)
+        label = Label(target.name, self.mesh, self.place, module=self.module)
         gradient = OutputGradient(calls, len(indices), len(outputs), tuple(sources),
                                   target.materialized, target.once, label)  # fmt: skip
         refs = [Ref(self.redistributed(x, spec)) for x, spec in zip(tied, specs, strict=True)]
@@ -340,12 +340,11 @@ class LayoutAssigner:
             fail(f"fs.partition: {region.__name__}", f"a function mapped over {mesh}",
                  f"a mapped function must be mapped over the mesh of the partition, {self.mesh}",
                  f"mesh={self.mesh!r}, and specs that leave axes out")  # fmt: skip
-        refs = map(self.redistributed, inputs, region.in_specs)
+        refs = tuple(map(Ref, map(self.redistributed, inputs, region.in_specs)))
         out, lines = self.assignment.new_value(), self.assignment.lines
         grads = tuple(x.grad for x in inputs)
         grad = self.grad and (region.grad or any(grads))
-        operands = tuple(map(Ref, refs))
-        lines.append(ir.RegionCall(out, region, operands, grads if grad else None))
+        lines.append(ir.RegionCall(out, region, refs, grads if grad else None, module=self.module))
         results = []
         for index, spec in enumerate(region.out_specs):
             value = self.assignment.new_value()
@@ -398,7 +397,7 @@ class LayoutAssigner:
         filled = fill_call(args, kwargs, TensorVersions, refs)
         lines, out = self.assignment.lines, self.assignment.new_value()
         single = type(strategy.tree) is int
-        line = ir.Operation(out, strategy, *filled, single, node.name, self.place)
+        line = ir.Operation(out, strategy, *filled, single, node.name, self.place, self.module)
         lines.append(line)
         grad = self.grad and any(tensor.grad for tensor in operands) and not has_no_gradient(op)
         results: list[TensorVersions | None] = []

@@ -24,7 +24,14 @@ from fshard.partition.assignment.tensor_versions import (
     TensorVersions,
     redistributed,
 )
-from fshard.partition.ir import Copy, Number, Ref, aliases_of, keep_gradients_of
+from fshard.partition.ir import (
+    Copy,
+    Number,
+    Ref,
+    aliases_of,
+    keep_gradients_of,
+    with_modules,
+)
 from fshard.partition.partitioned_call import NonTensor
 from fshard.partition.training_time import step_times
 from fshard.program.cost.topology import Topology
@@ -85,6 +92,7 @@ def fastest_assignment(
                                             topology)  # fmt: skip
         if overlap:
             overlap_products(assignment, inputs, outputs, grads[:count], topology)
+        assignment.lines = with_modules(assignment.lines)
         choices.append((assignment, outputs, specs, bool(sources)))
     if len(choices) == 1:
         return choices[0]

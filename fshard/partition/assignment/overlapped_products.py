@@ -152,7 +152,7 @@ class ProductRing:
         strategies = tuple(x.line.strategy for x in self.products)
         return RegionCall(out, planned_region(function, tuple(specs)), tuple(map(Ref, values)),
                           grads if any(grads) else None, strategies, self.steps, self.step_bytes,
-                          first.line.place)  # fmt: skip
+                          first.line.place, first.line.module)  # fmt: skip
 
     @property
     def steps(self) -> int:

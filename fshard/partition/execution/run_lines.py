@@ -48,6 +48,7 @@ from fshard.partition.ir import (
 from fshard.run.autograd.linear_function import FinishAll
 from fshard.run.autograd.overlapped import launch_programs
 from fshard.run.autograd.replicate import replicate_shards
+from fshard.run.transports.running_modules import as_in_module
 
 # -- execution on one rank ------------------------------------------------------------------
 
@@ -164,7 +165,8 @@ def _call_of(line: Line, rank: int) -> tuple[Any, Sequence[Any], Mapping[str, An
             return line.function, line.args, line.kwargs
         case Redistribution():
             name = "_then_".join(_step_name(step) for step in line.program.steps) or "same"
-            return _NamedFunction(line.program.__call__, name), (line.source,), {}
+            run = partial(as_in_module, line.module, line.program.__call__)
+            return _NamedFunction(run, name), (line.source,), {}
         case LaunchBatch():
             names = sorted({step.name for prog in line.programs for step in prog.steps})
             launch = _NamedFunction(partial(launch_line, line), "launch_" + "_and_".join(names))
@@ -179,7 +181,8 @@ def _call_of(line: Line, rank: int) -> tuple[Any, Sequence[Any], Mapping[str, An
             attach = _NamedFunction(line.gradient.attach, "custom_gradient")
             return attach, ([*line.operands],), {}
         case RegionCall():
-            return _NamedFunction(line.region.__call__, "mapped_region"), ([*line.operands],), {}
+            run = partial(as_in_module, line.module, line.region.__call__)
+            return _NamedFunction(run, "mapped_region"), ([*line.operands],), {}
         case CheckpointedLines():
             used = [ref.value for ref in line.operands]
             inner = compile_graph(rank_graph(line.lines, rank, used, line.outputs))
@@ -195,7 +198,9 @@ def _call_of(line: Line, rank: int) -> tuple[Any, Sequence[Any], Mapping[str, An
 def launch_line(line: LaunchBatch, *xs: torch.Tensor, on_shards: bool = False) -> FinishAll:
     """Launch a batch on this rank's locals, or on the shards of all ranks for each leaf in turn."""
     with torch.set_grad_enabled(line.grad):
-        return launch_programs(line.group, xs, on_shards, waits=line.waits)
+        return as_in_module(
+            line.module, launch_programs, line.group, xs, on_shards, waits=line.waits
+        )
 
 
 def wait(finish: FinishAll) -> tuple[torch.Tensor, ...]:
@@ -291,7 +296,7 @@ def run_on_all_ranks(prepared: Sequence[PreparedLine], mesh: Mesh, env: dict[int
             case Operation():
                 env[line.out] = _run_calls(line, mesh, calls, env)
             case Redistribution():
-                env[line.out] = line.program(env[line.source.value])
+                env[line.out] = as_in_module(line.module, line.program, env[line.source.value])
             case LaunchBatch():
                 shards = [x for source in line.sources for x in env[source.value]]
                 env[line.out] = launch_line(line, *shards, on_shards=True)
@@ -316,7 +321,8 @@ def run_on_all_ranks(prepared: Sequence[PreparedLine], mesh: Mesh, env: dict[int
                 outputs = line.gradient.attach([env[ref.value] for ref in line.operands])
                 env[line.out] = tuple(zip(*outputs, strict=True))
             case RegionCall():
-                locals_ = line.region([env[ref.value] for ref in line.operands])
+                operands = [env[ref.value] for ref in line.operands]
+                locals_ = as_in_module(line.module, line.region, operands)
                 env[line.out] = tuple(zip(*locals_, strict=True))
             case CheckpointedLines():
                 env[line.out] = _run_checkpointed(line, mesh, calls, env)

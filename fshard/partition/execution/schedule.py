@@ -135,7 +135,8 @@ def schedule(
         sources = tuple(move.source for move in bucket.moves)
         group = ProgramGroup(tuple(move.program for move in bucket.moves))
         turns[launched] = index if bucket.sends else index + len(buckets)
-        before[start].append(LaunchBatch(launched, sources, group, bucket.moves[0].grad))
+        grad, module = bucket.moves[0].grad, _common_path([move.module for move in bucket.moves])
+        before[start].append(LaunchBatch(launched, sources, group, grad, module=module))
         before[bucket.use].append(WaitBatch(waited, Ref(launched)))
         before[bucket.use] += [
             Pick(move.out, Ref(waited), i) for i, move in enumerate(bucket.moves)
@@ -151,6 +152,12 @@ def schedule(
             case LaunchBatch(), WaitBatch() if following.source.value == line.out:
                 result[index] = replace(line, waits=True)
     return result
+
+
+def _common_path(modules: Sequence[str]) -> str:
+    """Return the path of the innermost module that has all modules of these paths."""
+    names = map(set, zip(*(path.split(".") for path in modules), strict=False))
+    return ".".join(name for (name,) in itertools.takewhile(lambda x: len(x) == 1, names))
 
 
 def _hoisted(

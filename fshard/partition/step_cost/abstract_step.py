@@ -211,18 +211,21 @@ def recorded_line(line: Line) -> RecordedLine:
     value = getattr(line, "out", None)
     match line:
         case Operation():
-            return RecordedLine(value, line.name, specs_text(line.strategy.out_specs), line.place)
+            specs = specs_text(line.strategy.out_specs)
+            return RecordedLine(value, line.name, specs, line.place, line.module)
         case Factory():
             return RecordedLine(value, line.name, str(line.spec))
         case Redistribution():
-            return RecordedLine(value, _program_name(line.program), str(line.program.dst))
+            name, spec = _program_name(line.program), str(line.program.dst)
+            return RecordedLine(value, name, spec, module=line.module)
         case LaunchBatch():
             launches = line.batch.launches or line.batch.T.launches
             names = " and ".join(dict.fromkeys(launch.name for launch in launches))
-            return RecordedLine(value, f"buffers of {names}" if names else "copies")
+            name = f"buffers of {names}" if names else "copies"
+            return RecordedLine(value, name, module=line.module)
         case RegionCall():
             specs = specs_text(line.region.out_specs)
-            return RecordedLine(value, line.region.__name__, specs, line.place)
+            return RecordedLine(value, line.region.__name__, specs, line.place, line.module)
         case Write():
             return RecordedLine(None, f"write {line.name}")
         case CustomGradient():

@@ -18,7 +18,7 @@ from fshard._util.notebook_view import TableView, table_of
 from fshard._util.text import percent_text, rate_text, time_text
 from fshard.program.cost.topology import Topology
 
-COMPUTE, COMMUNICATION = "compute", "communication"
+COMPUTE, COMMUNICATION, MODULES = "compute", "communication", "modules"
 FORWARD, BACKWARD, RECOMPUTE = "forward", "backward", "recompute"
 BOUNDS = ("compute", "memory", "start of operations", "communication")
 
@@ -43,6 +43,8 @@ class StepEvent:
         spec: the layouts of the results as text.
         place: the user's source line as `file:line`, "" if it is unknown.
         is_product: True for products, convolutions and attention.
+        module: the path of the `torch.nn.Module` whose forward ran it, or its operation; "" if none
+            did.
     """
 
     name: str
@@ -59,6 +61,7 @@ class StepEvent:
     spec: str = ""
     place: str = ""
     is_product: bool = False
+    module: str = ""
 
     @property
     def time(self) -> float:
@@ -216,7 +219,7 @@ class Roofline(TableView):
         """Return a table of the events, equal layers folded; it prints as text, rich and HTML.
 
         Args:
-            only: "compute" or "communication"; None shows both.
+            only: "compute" or "communication"; None shows both, "modules" both by module.
         """
         return table_of(self, only)
 

@@ -32,12 +32,13 @@ LINE = "fshard_line"
 
 @dataclass(frozen=True, slots=True)
 class RecordedLine:
-    """Line of a call in a record: its value id, name, layouts and place in the user's source."""
+    """Line of a call in a record: its value id, name, layouts, place in the source and module."""
 
     value: int | None
     name: str
     spec: str = ""
     place: str = ""
+    module: str = ""
 
 
 UNKNOWN = ("temporary", "communication")

@@ -77,7 +77,7 @@ def operation_event(ran: RanOperation, topology: Topology, start: float) -> Step
     return StepEvent(
         ran.line.name, COMPUTE, ran.phase, ran.line.value, start, end, ran.flops, ran.nbytes,
         "start" if topology.kernel > longer else limit, topology.kernel, 0.0, ran.line.spec,
-        ran.line.place, ran.is_product,
+        ran.line.place, ran.is_product, ran.line.module,
     )  # fmt: skip
 
 
@@ -88,7 +88,7 @@ def _collective_event(entry: LaunchedCollective, topology: Topology, start: floa
     bound = "start" if 2 * startup > time else "link"
     return StepEvent(name, COMMUNICATION, entry.phase, line.value, start, start + time, 0,
                      collective.traffic.sent, bound, startup, 0.0, line.spec,
-                     line.place)  # fmt: skip
+                     line.place, module=line.module)  # fmt: skip
 
 
 @lru_cache(maxsize=CACHE_SIZE)

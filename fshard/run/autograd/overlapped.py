@@ -26,11 +26,11 @@ from fshard.run.autograd.linear_function import (
     ProgramGroup,
     Tensors,
     apply_linear,
+    gradient_label,
     is_differentiated,
     launch_linear,
 )
 from fshard.run.transports.base import backward_phase
-from fshard.run.transports.divergence_report import backward_label
 
 WHERE = "a partitioned function"
 Gradients = tuple[torch.Tensor | None, ...]
@@ -89,7 +89,7 @@ class _Flight:
     finish_backward: Callable[[], Gradients]
 
     def __init__(self, op: ProgramGroup, on_shards: bool) -> None:
-        self.op, self.on_shards, self.label = op, on_shards, backward_label()
+        self.op, self.on_shards, self.label = op, on_shards, gradient_label(op)
 
     def wait_forward(self) -> Tensors:
         """Return the results of the programs."""

@@ -13,6 +13,7 @@
 - `divergence_report`: fingerprints of calls, and the errors for ranks whose calls differ.
 - `shape_only`: a transport for meta and fake tensors, which sends nothing.
 - `raw_collectives`: collectives of PyTorch that bypass fshard, as events.
+- `running_modules`: the modules whose forward runs, with their paths.
 - `observed_calls`: reports of collectives to observers, with the line of the call.
 - `reduce_dtypes`: reductions of dtypes that backends cannot reduce.
 """

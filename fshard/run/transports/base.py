@@ -246,18 +246,6 @@ class Label:
     module: str = field(default="", compare=False)
 
 
-MODULES: ContextVar[tuple[tuple[torch.nn.Module, str], ...]] = ContextVar(
-    "fshard_modules", default=()
-)
-"""Modules whose forward runs in this thread, outermost first, with their paths, if recorded."""
-
-
-def current_module() -> str:
-    """Return the path of the module whose forward runs, "" if nothing records it."""
-    modules = MODULES.get()
-    return modules[-1][1] if modules else ""
-
-
 @lru_cache(maxsize=CACHE_SIZE)
 def label_of(
     name: str, mesh: Mesh, arguments: str = "", shapes: tuple[torch.Size, ...] = ()

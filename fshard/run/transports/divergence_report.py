@@ -26,14 +26,13 @@ from fshard.layout.spec import Spec
 from fshard.run.transports.base import (
     CHECKED,
     LABEL,
-    MODULES,
     Group,
     Label,
     Transport,
-    current_module,
     current_transport,
     is_simulated,
 )
+from fshard.run.transports.running_modules import MODULES, current_module
 
 Fingerprint = tuple[object, ...]
 """A label, the transport's method, and its arguments."""

@@ -15,7 +15,6 @@ from fshard._torch.autograd_state import graph_task_id
 from fshard._util.cache import CACHE_SIZE, BoundedDict
 from fshard.run.transports.base import (
     LABEL,
-    MODULES,
     OBSERVERS,
     PHASE,
     Event,
@@ -27,6 +26,7 @@ from fshard.run.transports.divergence_report import (
     position_text,
     user_frame,
 )
+from fshard.run.transports.running_modules import MODULES
 
 _CALLS: BoundedDict[Hashable, LastCall] = BoundedDict()
 """Calls by launch, the user's code and instruction in it, label, module and phase.

@@ -15,8 +15,9 @@ from fshard._util.errors import did_you_mean, fail
 from fshard._util.text import bytes_text, plural
 from fshard.run.transports.base import ObservedCall, observe
 from fshard.run.transports.raw_collectives import observed_raw_collectives
+from fshard.run.transports.running_modules import recorded_modules
 from fshard.show.comm.expected_counts import Counts, compare_counts
-from fshard.show.comm.origin import origin_of, tracked_modules
+from fshard.show.comm.origin import origin_of
 from fshard.show.comm.phase import FIELDS, Key, Phase
 from fshard.show.table import Column, Table, TextAndHtml
 
@@ -59,7 +60,7 @@ class CommLog(TextAndHtml):
         stack = ExitStack()
         self._blocks.append(stack)
         stack.enter_context(observe(self._record))
-        stack.enter_context(tracked_modules())
+        stack.enter_context(recorded_modules())
         if self._raw:
             stack.enter_context(observed_raw_collectives())
         return self

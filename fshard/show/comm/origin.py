@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
-
-from fshard._torch.module_state import hook_forwards
 from fshard.layout.spec import Spec
-from fshard.run.transports.base import MODULES, ObservedCall
-
-_NAMES: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
-"""Names of the submodules of modules, by their ids."""
+from fshard.run.transports.base import ObservedCall
 
 
 class Origin(NamedTuple):
@@ -42,29 +34,3 @@ def origin_of(call: ObservedCall) -> Origin:
     if label is None:
         return Origin("", "", (), call.module, call.line)
     return Origin(label.name, label.arguments, label.ends, call.module, call.line)
-
-
-def tracked_modules() -> AbstractContextManager[None]:
-    """Record in the block which module's forward runs, in each thread."""
-    return hook_forwards(_enter, _leave)
-
-
-def _enter(module: torch.nn.Module, _: Any) -> None:
-    stack = MODULES.get()
-    MODULES.set((*stack, (module, _path(module, stack))))
-
-
-def _leave(module: torch.nn.Module, _: Any, __: Any) -> None:
-    stack = MODULES.get()
-    if stack and stack[-1][0] is module:
-        MODULES.set(stack[:-1])
-
-
-def _path(module: torch.nn.Module, stack: tuple[tuple[torch.nn.Module, str], ...]) -> str:
-    """Return the path of a module from the outermost running one, named by its class."""
-    for parent, path in reversed(stack):
-        if parent not in _NAMES:
-            _NAMES[parent] = {id(child): name for name, child in parent.named_modules()}
-        if name := _NAMES[parent].get(id(module)):
-            return f"{path}.{name}"
-    return type(module).__name__

@@ -416,6 +416,25 @@ def test_gradients_of_started_collectives_have_the_origin_of_the_start() -> None
                 assert (row["module"], row["line"]) == ("Waiting.started", line)
 
 
+def logs_of_partitioned_layers() -> list[Log]:
+    fs.init(MESH)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False))
+    part = fs.partition(net, mesh=MESH, params=P(None, "x"), in_specs=P(None, "x"), hold="x")
+    params, x = dict(net.named_parameters()), torch.ones(2, 4)
+    return [log_of(lambda: part(params, x).sum().backward()) for _ in range(4)]
+
+
+def test_replays_of_partitioned_functions_have_the_modules_of_their_operations() -> None:
+    for first, *others in run_ranks(2, logs_of_partitioned_layers):
+        modules = {
+            phase: {(row["module"], row["op"]) for row in first[phase] if row["module"]}
+            for phase in ("forward", "backward")
+        }
+        assert modules["forward"] == {("Sequential.1", "reduce_scatter")}
+        assert modules["backward"] == {("Sequential.1", "all_gather")}
+        assert all(log == first for log in others)
+
+
 def repeated_second_derivatives() -> list[int]:
     """Return the number of distinct calls that a log holds after each of equal steps."""
     fs.init(MESHES[0])
