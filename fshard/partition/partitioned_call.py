@@ -42,7 +42,7 @@ from fshard.run.creation import rank_on_mesh
 from fshard.run.execute import communication
 from fshard.run.global_tensors import unshard
 from fshard.run.transports.agreement import compare_once, comparing_world
-from fshard.run.transports.base import label_of
+from fshard.run.transports.base import is_observed, label_of
 
 WHERE = "a partitioned function"
 CPU = torch.device("cpu")
@@ -102,7 +102,7 @@ class PartitionedCall:
     num_params: int = 0
     _schedule: list[Line] = field(default_factory=list)
     _graphs: dict[int, fx.GraphModule] = field(default_factory=dict)
-    _functions: dict[int, Callable[..., tuple[Any, ...]]] = field(default_factory=dict)
+    _functions: dict[tuple[int, bool], Callable[..., tuple[Any, ...]]] = field(default_factory=dict)
     _simulation: list[Simulation] = field(default_factory=list)
     _remat: dict[object, Any] = field(default_factory=dict)
     _compiled: Compiled | None = None
@@ -337,12 +337,12 @@ class PartitionedCall:
         """Run the lines under hooks that recompute what the policy does not keep."""
         on_rank = all(isinstance(local, torch.Tensor) for local in locals_)
         rank = rank_on_mesh(self.mesh, WHERE) if on_rank else None
-        key = "code", rank
+        key = "code", rank, is_observed()
         if key not in self._remat:
             abstract = self._abstract
             self._remat[key] = RematerializedLines(
                 self.remat_plan, abstract.lines, abstract.inputs, abstract.outputs, self.names,
-                RankLines(self.mesh, rank),
+                RankLines(self.mesh, rank, observed=key[2]),
             )  # fmt: skip
         repeated = numbers if on_rank else [(number,) * self.mesh.size for number in numbers]
         results = iter(self._remat[key].run([*locals_, *repeated])[0])
@@ -355,14 +355,15 @@ class PartitionedCall:
 
     def _function(self, rank: int) -> Callable[..., tuple[Any, ...]]:
         """Return the code of a rank, a function of its locals and the numbers."""
-        if rank not in self._functions:
+        key = rank, is_observed()
+        if key not in self._functions:
             world = comparing_world()
             if world is not None and self.programs:
                 group, _ = communication(*self.programs, rank=rank)
                 call = f"{WHERE} of {', '.join(map(str, self.in_specs))}"
                 compare_once(world, label_of(WHERE, self.mesh), group, call)
-            self._functions[rank] = run_lines.compile_graph(self.graph(rank))
-        return self._functions[rank]
+            self._functions[key] = run_lines.compile_graph(self.graph(rank), key[1])
+        return self._functions[key]
 
     def _all_ranks(self) -> Simulation:
         """Return the function of all ranks' locals: of one rank alone its code."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ from fshard.partition.ir import (
 from fshard.run.autograd.linear_function import FinishAll
 from fshard.run.autograd.overlapped import launch_programs
 from fshard.run.autograd.replicate import replicate_shards
+from fshard.run.transports.base import is_observed
 from fshard.run.transports.running_modules import as_in_module
 
 # -- execution on one rank ------------------------------------------------------------------
@@ -58,13 +59,23 @@ DIRECT = "direct"
 
 
 class _NamedFunction:
-    """Callable with a readable name, which FX writes into a graph's code."""
+    """Callable with a readable name, which FX writes into a graph's code.
 
-    def __init__(self, run: Callable[..., Any], name: str) -> None:
+    `module` is the module path of what it launches, which is set around it for observers.
+    """
+
+    def __init__(self, run: Callable[..., Any], name: str, module: str = "") -> None:
         self.run, self.__name__, self.__qualname__, self.__module__ = (run, name, name, "fshard")
+        self.module = module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(*args, **kwargs)
+
+    def called(self, observed: bool) -> Callable[..., Any]:
+        """Return the function, called in its module if calls are observed."""
+        return (
+            partial(as_in_module, self.module, self.run) if observed and self.module else self.run
+        )
 
 
 def _rank_call(
@@ -165,12 +176,11 @@ def _call_of(line: Line, rank: int) -> tuple[Any, Sequence[Any], Mapping[str, An
             return line.function, line.args, line.kwargs
         case Redistribution():
             name = "_then_".join(_step_name(step) for step in line.program.steps) or "same"
-            run = partial(as_in_module, line.module, line.program.__call__)
-            return _NamedFunction(run, name), (line.source,), {}
+            return _NamedFunction(line.program.__call__, name, line.module), (line.source,), {}
         case LaunchBatch():
             names = sorted({step.name for prog in line.programs for step in prog.steps})
-            launch = _NamedFunction(partial(launch_line, line), "launch_" + "_and_".join(names))
-            return launch, line.sources, {}
+            name = "launch_" + "_and_".join(names)
+            return _NamedFunction(partial(launch_line, line), name, line.module), line.sources, {}
         case WaitBatch():
             return wait, (line.source,), {}
         case Pick():
@@ -181,12 +191,14 @@ def _call_of(line: Line, rank: int) -> tuple[Any, Sequence[Any], Mapping[str, An
             attach = _NamedFunction(line.gradient.attach, "custom_gradient")
             return attach, ([*line.operands],), {}
         case RegionCall():
-            run = partial(as_in_module, line.module, line.region.__call__)
-            return _NamedFunction(run, "mapped_region"), ([*line.operands],), {}
+            run = line.region.__call__
+            return _NamedFunction(run, "mapped_region", line.module), ([*line.operands],), {}
         case CheckpointedLines():
             used = [ref.value for ref in line.operands]
-            inner = compile_graph(rank_graph(line.lines, rank, used, line.outputs))
-            return _NamedFunction(partial(line.call.run, inner), "checkpointed"), line.operands, {}
+            graph = rank_graph(line.lines, rank, used, line.outputs)
+            compiled = cache(partial(compile_graph, graph))
+            run = lambda *xs: line.call.run(compiled(is_observed()), *xs)  # noqa: E731
+            return _NamedFunction(run, "checkpointed"), line.operands, {}
         case Copy():
             return torch.clone, (line.source,), {}
         case Write():
@@ -198,9 +210,7 @@ def _call_of(line: Line, rank: int) -> tuple[Any, Sequence[Any], Mapping[str, An
 def launch_line(line: LaunchBatch, *xs: torch.Tensor, on_shards: bool = False) -> FinishAll:
     """Launch a batch on this rank's locals, or on the shards of all ranks for each leaf in turn."""
     with torch.set_grad_enabled(line.grad):
-        return as_in_module(
-            line.module, launch_programs, line.group, xs, on_shards, waits=line.waits
-        )
+        return launch_programs(line.group, xs, on_shards, waits=line.waits)
 
 
 def wait(finish: FinishAll) -> tuple[torch.Tensor, ...]:
@@ -213,13 +223,15 @@ def _step_name(step: object) -> str:
     return "".join("_" + c.lower() if c.isupper() else c for c in name).lstrip("_")
 
 
-def compile_graph(graph: fx.GraphModule) -> Callable[..., tuple[Any, ...]]:
+def compile_graph(graph: fx.GraphModule, observed: bool) -> Callable[..., tuple[Any, ...]]:
     """Return the code of a graph as a function that calls C functions of its operations directly.
+
+    What it calls is in its module if calls are `observed`.
 
     >>> graph = fx.Graph()
     >>> y = graph.call_function(torch.ops.aten.relu.default, (graph.placeholder("x"),))
     >>> _ = graph.output((y,))
-    >>> compile_graph(fx.GraphModule({}, graph))(torch.tensor([-1.0, 2.0]))
+    >>> compile_graph(fx.GraphModule({}, graph), False)(torch.tensor([-1.0, 2.0]))
     (tensor([0., 2.]),)
     """
     copy = fx.Graph()
@@ -230,7 +242,7 @@ def compile_graph(graph: fx.GraphModule) -> Callable[..., tuple[Any, ...]]:
             node.target = _NamedFunction(function, f"direct_{function.__name__}")
     code = copy.python_code("self")
     names = {
-        name: value.run if isinstance(value, _NamedFunction) else value
+        name: value.called(observed) if isinstance(value, _NamedFunction) else value
         for name, value in code.globals.items()
     }
     exec(compile(code.src, "<partitioned>", "exec"), names)
@@ -299,7 +311,8 @@ def run_on_all_ranks(prepared: Sequence[PreparedLine], mesh: Mesh, env: dict[int
                 env[line.out] = as_in_module(line.module, line.program, env[line.source.value])
             case LaunchBatch():
                 shards = [x for source in line.sources for x in env[source.value]]
-                env[line.out] = launch_line(line, *shards, on_shards=True)
+                launch = partial(launch_line, line, on_shards=True)
+                env[line.out] = as_in_module(line.module, launch, *shards)
             case WaitBatch():
                 ys, n = wait(env[line.source.value]), mesh.size
                 env[line.out] = tuple([ys[rank::n] for rank in range(n)])

@@ -25,10 +25,14 @@ class RankLines:
     """Lines as functions of one rank's locals, or of tuples of all ranks' if `rank` is None.
 
     `compiled` has what was compiled before, with the lines, and gets what is compiled here.
+    `observed` is as for `compile_graph`.
     """
 
-    def __init__(self, mesh: Mesh, rank: int | None, compiled: Compiled | None = None) -> None:
-        self.mesh, self.rank = mesh, rank
+    def __init__(
+        self, mesh: Mesh, rank: int | None, compiled: Compiled | None = None, *,
+        observed: bool = False,
+    ) -> None:  # fmt: skip
+        self.mesh, self.rank, self.observed = mesh, rank, observed
         self.compiled: Compiled = {} if compiled is None else compiled
 
     def compile(self, lines: Sequence[Line], operands: Values, outputs: Sequence[int]) -> Lines:
@@ -37,7 +41,8 @@ class RankLines:
             key = self.rank, *map(id, lines), *operands, None, *outputs
             if key in self.compiled:
                 return self.compiled[key][1]
-            run = run_lines.compile_graph(run_lines.rank_graph(lines, self.rank, operands, outputs))
+            graph = run_lines.rank_graph(lines, self.rank, operands, outputs)
+            run = run_lines.compile_graph(graph, self.observed)
             if not any(isinstance(line, RegionCall | CheckpointedLines) for line in lines):
                 self.compiled[key] = lines, run
             return run

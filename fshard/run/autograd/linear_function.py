@@ -44,7 +44,6 @@ from fshard.run.graphs.blocks import launch_on_blocks
 from fshard.run.interpreter import launch, program_label, program_text, ranks_of, run_on_shards
 from fshard.run.transports.base import (
     LABEL,
-    OBSERVERS,
     Label,
     Transport,
     backward_phase,
@@ -55,6 +54,7 @@ from fshard.run.transports.base import (
 )
 from fshard.run.transports.divergence_report import backward_label
 from fshard.run.transports.reduce_dtypes import as_number
+from fshard.run.transports.running_modules import as_in_module, current_module
 from fshard.run.transports.shape_only import has_values, is_abstract, shape_transport
 from fshard.run.transports.simulator import SimulatedRank, run_ranks, run_together
 
@@ -119,14 +119,6 @@ class ProgramGroup:
         """The programs as text."""
         return self._cached("text", lambda: program_text(*self.progs))
 
-    @property
-    def label(self) -> Label:
-        """The label of launches without another one."""
-        if len(self.progs) == 1:
-            return program_label(self.progs[0])
-        label = lambda: Label("a batch of programs", self.mesh, arguments=self.text)  # noqa: E731
-        return self._cached("label", label)
-
     def transposed(self, present: tuple[bool, ...]) -> ProgramGroup:
         """Return the transposes of the programs that are `present`."""
         if all(present):
@@ -162,10 +154,13 @@ class ProgramGroup:
 
     def run_on_shards(self, xs: Tensors) -> Tensors:
         """Run the programs on the shards of all ranks of a simulation."""
-        with labelled(self.label):
-            if len(self.progs) == 1:
-                return run_on_shards(self.progs[0], self.mesh, xs)
-            return self._run_together_on_shards(self.mesh, xs)
+        mesh = self.mesh
+        if len(self.progs) == 1:
+            with labelled(program_label(self.progs[0])):
+                return run_on_shards(self.progs[0], mesh, xs)
+        label = lambda: Label("a batch of programs", mesh, arguments=self.text)  # noqa: E731
+        with labelled(self._cached("label", label)):
+            return self._run_together_on_shards(mesh, xs)
 
     def _run_together_on_shards(self, mesh: Mesh, xs: Tensors) -> Tensors:
         n = mesh.size
@@ -266,13 +261,6 @@ def _launch_on_rank(
         return launch(transport, xs)
 
 
-def gradient_label(op: LinearOp) -> Label | None:
-    """Return the label for the gradient of an operation; one without a label has none unlogged."""
-    if LABEL.get() is None and OBSERVERS.get() and isinstance(op, ProgramGroup):
-        return backward_label(op.label)
-    return backward_label()
-
-
 def _execute(op: LinearOp, xs: Tensors, on_shards: bool, launched: FinishAll | None) -> Tensors:
     if launched is not None:
         return launched()
@@ -303,7 +291,8 @@ class _Apply(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensors) -> None:
         op, on_shards, _, *xs = inputs
-        ctx.op, ctx.on_shards, ctx.label = op, on_shards, gradient_label(op)
+        ctx.op, ctx.on_shards, ctx.label = op, on_shards, backward_label()
+        ctx.module = current_module()
         ctx.shapes = [x.shape for x in xs]
         needs = ctx.needs_input_grad[3:]
         if not on_shards and any(needs) and not is_transformed():
@@ -314,7 +303,7 @@ class _Apply(torch.autograd.Function):
     @hiding_frames
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         with backward_phase(ctx.label):
-            cotangents = apply_linear(ctx.op.T, grads, ctx.on_shards)
+            cotangents = as_in_module(ctx.module, apply_linear, ctx.op.T, grads, ctx.on_shards)
         filled = (
             g if g.shape == shape else g.new_zeros(shape)
             for g, shape in zip(cotangents, ctx.shapes, strict=True)

@@ -26,11 +26,12 @@ from fshard.run.autograd.linear_function import (
     ProgramGroup,
     Tensors,
     apply_linear,
-    gradient_label,
     is_differentiated,
     launch_linear,
 )
 from fshard.run.transports.base import backward_phase
+from fshard.run.transports.divergence_report import backward_label
+from fshard.run.transports.running_modules import as_in_module, current_module
 
 WHERE = "a partitioned function"
 Gradients = tuple[torch.Tensor | None, ...]
@@ -83,13 +84,14 @@ def _launch(
 class _Flight:
     """Programs under way, forward and later backward: the common state of two nodes."""
 
-    __slots__ = ("finish", "finish_backward", "label", "on_shards", "op")
+    __slots__ = ("finish", "finish_backward", "label", "module", "on_shards", "op")
 
     finish: FinishAll
     finish_backward: Callable[[], Gradients]
 
     def __init__(self, op: ProgramGroup, on_shards: bool) -> None:
-        self.op, self.on_shards, self.label = op, on_shards, gradient_label(op)
+        self.op, self.on_shards, self.label = op, on_shards, backward_label()
+        self.module = current_module()
 
     def wait_forward(self) -> Tensors:
         """Return the results of the programs."""
@@ -141,7 +143,7 @@ class _Flight:
             if is_transformed() or is_differentiated(*grads) or any(map(is_legacy_batched, grads)):
                 results = apply_linear(op, grads, self.on_shards)
                 return lambda: results
-            return _launch(op, grads, self.on_shards, owned)
+            return as_in_module(self.module, _launch, op, grads, self.on_shards, owned)
 
 
 def _filled(shards: Gradients, spec: Spec) -> Tensors:

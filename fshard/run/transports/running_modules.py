@@ -54,12 +54,12 @@ def _path(module: torch.nn.Module, stack: tuple[tuple[torch.nn.Module, str], ...
     return type(module).__name__
 
 
-def as_in_module(path: str, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+def as_in_module(path: str, function: Callable[..., T], *args: Any) -> T:
     """Call a function, as in the forward of the module of a path for observers; "" is none."""
     if not (path and OBSERVERS.get()):
-        return function(*args, **kwargs)
+        return function(*args)
     token = MODULES.set(((_TRACED, path),))
     try:
-        return function(*args, **kwargs)
+        return function(*args)
     finally:
         MODULES.reset(token)
