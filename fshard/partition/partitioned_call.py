@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
@@ -34,6 +35,7 @@ from fshard.partition.step_cost.memory_timeline import MemoryChoice, StepMemory
 from fshard.partition.step_cost.roofline import Roofline
 from fshard.partition.step_cost.step_record import StepRecord
 from fshard.partition.step_cost.timing import memory_of, optimizer_bytes, roofline_of
+from fshard.plan.batch.batch import Batch, busiest_bytes_of
 from fshard.program.cost.model import Cost
 from fshard.program.cost.topology import Topology
 from fshard.program.program import Program
@@ -43,6 +45,7 @@ from fshard.run.execute import communication
 from fshard.run.global_tensors import unshard
 from fshard.run.transports.agreement import compare_once, comparing_world
 from fshard.run.transports.base import is_observed, label_of
+from fshard.run.transports.shape_only import RecordedCollective
 
 WHERE = "a partitioned function"
 CPU = torch.device("cpu")
@@ -128,18 +131,28 @@ class PartitionedCall:
     def cost(self, topology: Topology | None = None, *, backward: bool = False) -> Cost:
         """Return the cost of all launches, one after the other, without computation.
 
-        Collectives in mapped functions count as the first rank launches them on zeros.
+        Bytes are those of the rank that sends, or receives, most in the whole pass. Collectives in
+        mapped functions count as the first rank launches them on zeros.
 
         Args:
             topology: the topology to cost them on; None is the one they were planned on.
             backward: return the cost of what runs backward instead: transposes, and what
                 checkpointed calls and `remat` run again.
         """
+        on = topology or self._topology
         plans_of = ir.backward_plans if backward else ir.forward_plans
         plans = [plan for line in self.schedule for plan in plans_of(line)]
         if backward and self.remat is not None:
             plans += [plan for line in self.remat_plan.lines for plan in ir.forward_plans(line)]
-        return Cost.in_turn(plan.cost(topology or self._topology) for plan in plans)
+        leaves = (plan.leaves if isinstance(plan, Batch) else (plan,) for plan in plans)
+        progs = tuple(x for x in itertools.chain(*leaves) if isinstance(x, Program))
+        bodies = [plan.traffic for plan in plans if isinstance(plan, RecordedCollective)]
+        sent, received = busiest_bytes_of(progs)
+        return replace(
+            Cost.in_turn(plan.cost(on) for plan in plans),
+            bytes_sent=sent + sum(x.sent for x in bodies),
+            bytes_received=received + sum(x.received for x in bodies),
+        )
 
     @property
     def _abstract(self) -> AbstractCall:
@@ -256,7 +269,8 @@ class PartitionedCall:
     def explain(self, topology: Topology | None = None, *, only: str | None = None) -> Any:
         """Return tables of every operation's layout and bytes, and of its FLOPs and time.
 
-        They print as text, in color in a terminal, and as HTML in a notebook.
+        They print as text, in color in a terminal, and as HTML in a notebook. The bytes of a row
+        are those of its busiest rank, "sent" is that of the rank that sends most in the whole pass.
 
         Args:
             topology: the topology to cost the step on; None is the one it was planned on.

@@ -18,6 +18,7 @@ from fshard._util.tracebacks import hide_frames
 from fshard.layout.partition_spec import LINEAR
 from fshard.layout.spec import DTYPE_NAMES, Spec
 from fshard.program.cost.model import Cost, step_time
+from fshard.program.cost.rank_loads import busiest_bytes, union_ranks
 from fshard.program.cost.topology import Topology
 from fshard.program.cost.traffic import max_local_nbytes, traffic
 from fshard.program.infer import infer, reverse_all_to_all
@@ -445,10 +446,14 @@ def _cost(prog: Program, topology: Topology) -> Cost:
     wire = wire_specs(prog)
     triples = list(zip(prog.steps, wire[:-1], wire[1:], strict=True))
     moved = [traffic(*triple) for triple in triples]
+    sent, received = sum(t.sent for t in moved), sum(t.received for t in moved)
+    differ = any(any(spec.sizes) or spec.mesh != prog.src.mesh for spec in wire)
+    if differ and sum(t.launches for t in moved) > 1:  # the busiest ranks of steps may be several
+        sent, received = busiest_bytes(triples, union_ranks(spec.mesh for spec in wire))
     return Cost(
         time=sum(step_time(topology, *triple) for triple in triples),
-        bytes_sent=sum(t.sent for t in moved),
-        bytes_received=sum(t.received for t in moved),
+        bytes_sent=sent,
+        bytes_received=received,
         peak_memory=max(map(max_local_nbytes, (prog.src, *wire, prog.dst))),
         launches=sum(t.launches for t in moved),
         messages=sum(t.messages for t in moved),

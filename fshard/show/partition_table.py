@@ -115,7 +115,9 @@ def layout_table(call: PartitionedCall, topology: Topology, notes: Sequence[str]
     Rows under an argument, and above an operation, are the steps that redistribute it or its
     operands: `→` in the forward pass, `←` in the gradient's, and `↻` in the backward pass again,
     with the bytes that the busiest rank sends. Steps that send nothing have no row. Arguments with
-    one layout and the same redistributions are one row. `saved` are the bytes of a row's results
+    one layout and the same redistributions are one row. `sent` are the bytes that the busiest rank
+    sends in the whole pass, as `PartitionedCall.cost` and `fs.comm_log` have it: less than the sum
+    of the rows if they have different busiest ranks. `saved` are the bytes of a row's results
     that the first rank keeps for the backward pass (`PartitionedCall.saved_bytes`), or `↻` if the
     backward pass computes them again. Notes list the launches that several values share, and
     arguments that were gathered: the modelled time of the operation, and of the fastest one that

@@ -87,12 +87,13 @@ def test_forward_and_backward_count_the_steps_of_the_programs(
 @settings(max_examples=60)
 @given(meshes(min_axes=1).flatmap(spec_pairs))
 def test_any_program_is_counted(pair: tuple[fs.Spec, fs.Spec]) -> None:
-    """With uneven shards too no rank sends more than its step, and some rank as much."""
+    """With uneven shards too no rank sends more than its step, and some rank as the program."""
     prog = fs.redistribute(*pair)
     with fs.comm_log() as log:
         prog(fs.shard(random_global(prog.src.shape), prog.src).local)
     counts, sent = expected_counts(prog)
     assert log.counts == counts
+    assert log.total_bytes == prog.cost().bytes_sent
     assert all(log.bytes[key] <= sent[key] for key in sent)  # type: ignore[index]
     for key in (key for key, count in counts.items() if count == 1):
         assert log.bytes[key] == sent[key]  # type: ignore[index]

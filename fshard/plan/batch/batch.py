@@ -31,7 +31,7 @@ from fshard.plan.batch.coalesce import (
     typed_step,
 )
 from fshard.program.cost.model import Cost, collective_time, step_link
-from fshard.program.cost.rank_loads import Load, add_vectors, step_load
+from fshard.program.cost.rank_loads import Load, add_vectors, busiest_bytes, step_load
 from fshard.program.cost.rank_overlap import Ranks, Vector, local_bytes
 from fshard.program.cost.topology import Topology
 from fshard.program.cost.traffic import traffic
@@ -348,18 +348,27 @@ def _cost(batch: Batch, topology: Topology) -> Cost:
     leaves, ranks = batch.leaves, cost_ranks(batch.leaves)
     launches = [[typed_step(leaves, *step) for step in launch.steps] for launch in batch.launches]
     overheads = [[_overhead(step, topology) for step in dict.fromkeys(steps)] for steps in launches]
-    moved = [step_load(*step, ranks) for steps in launches for step in steps]
+    sent, received = busiest_bytes_of(leaves)
     copied = add_vectors((step.copied for step in _loads(leaves, ranks)), ranks)
     return Cost(
         time=sum(max(time for time, _ in steps) for steps in overheads)
         + sum(_wire_time(steps, ranks, topology) for steps in launches)
         + max(copied, default=0) / topology.memory,
-        bytes_sent=max(add_vectors((step.sent for step in moved), ranks), default=0),
-        bytes_received=max(add_vectors((step.received for step in moved), ranks), default=0),
+        bytes_sent=sent,
+        bytes_received=received,
         peak_memory=_peak_memory(batch, ranks),
         launches=len(launches),
         messages=sum(max(messages for _, messages in steps) for steps in overheads),
     )
+
+
+def busiest_bytes_of(leaves: Leaves) -> tuple[int, int]:
+    """Return the most bytes that one rank sends in all programs, and that one receives."""
+    steps = [
+        typed_step(leaves, i, step)
+        for i, leaf in enumerate(leaves) for step in range(len(leaf.steps) if leaf else 0)
+    ]  # fmt: skip
+    return busiest_bytes(steps, cost_ranks(leaves))
 
 
 def _overhead(step: TypedStep, topology: Topology) -> tuple[float, int]:

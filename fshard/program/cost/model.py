@@ -67,7 +67,8 @@ class Cost(NotebookView):
             costs: The cost of each program.
 
         Returns:
-            The sums, and the largest `peak_memory`.
+            The sums, and the largest `peak_memory`. No rank sends or receives as many bytes if
+            programs have different busiest ranks.
 
         >>> import fshard as fs
         >>> fs.Cost.in_turn([fs.Cost(1.0, 2, 3, 4, 5, 6)] * 2)

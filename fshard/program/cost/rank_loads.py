@@ -87,6 +87,16 @@ def step_load(step: Step, src: Spec, dst: Spec, ranks: Ranks) -> Load:
     return Load(sent, received, copied)
 
 
+def busiest_bytes(steps: Iterable[tuple[Step, Spec, Spec]], ranks: Ranks) -> tuple[int, int]:
+    """Return the most bytes that one of `ranks` sends in all steps, and that one receives."""
+    loads = [step_load(*step, ranks) for step in steps]
+    sent, received = (
+        add_vectors(vectors, ranks)
+        for vectors in ([load.sent for load in loads], [load.received for load in loads])
+    )
+    return max(sent, default=0), max(received, default=0)
+
+
 def _uneven_load(
     step: Step, src: Spec, dst: Spec, ranks: Ranks, before: Vector, after: Vector
 ) -> tuple[Vector, Vector]:

@@ -87,6 +87,25 @@ def test_collectives_are_those_of_the_cost() -> None:
         assert sum(event.nbytes for event in events) == cost.bytes_sent
 
 
+def test_bytes_of_uneven_layouts_are_those_of_the_busiest_rank_of_the_pass() -> None:
+    """The first rank sends most in one gather, the second in the other."""
+    mesh = fs.Mesh(x=2)
+
+    def fn(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return fs.constrain(b * fs.constrain(a * 2, P()).sum(), P())
+
+    src = fs.Spec(mesh, P("x"), shape=(4, 8), sizes={0: (1, 3)})
+    args = [fs.shard(torch.ones(4, 8), spec) for spec in (src, src.replace(sizes={0: (3, 1)}))]
+    part = fs.partition(fn, mesh=mesh)
+    call = part.trace(*args)
+    with fs.comm_log() as log:
+        part(*args)
+    assert call.cost().bytes_sent == log.total_bytes == 32 + 96
+    assert call.cost().bytes_received == 96 + 32
+    assert {row[0]: row[2] for row in call.explain(only="layouts").footer}["sent"] == "128 B"
+    assert fs.Cost.in_turn(prog.cost() for prog in call.programs).bytes_sent == 2 * 96
+
+
 def test_launched_gathers_hide_behind_the_computation() -> None:
     net = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(4)))
     part = fs.partition(net, mesh=fs.Mesh(dp=4), params=P("dp"), in_specs=P("dp"),
