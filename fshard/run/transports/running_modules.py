@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -18,8 +18,10 @@ MODULES: ContextVar[tuple[tuple[torch.nn.Module, str], ...]] = ContextVar(
     "fshard_modules", default=()
 )
 """Modules whose forward runs in this thread, outermost first, with their paths, if recorded."""
-_NAMES: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
-"""Names of the submodules of modules, by their ids."""
+_NAMES: WeakKeyDictionary[torch.nn.Module, WeakKeyDictionary[torch.nn.Module, str]] = (
+    WeakKeyDictionary()
+)
+"""Names of the submodules of modules."""
 _TRACED = torch.nn.Module()
 """Stands for the module of a traced operation, of which the path alone is kept."""
 
@@ -47,9 +49,12 @@ def _call(original: Callable[..., T], module: torch.nn.Module, *args: Any, **kwa
 def _path(module: torch.nn.Module, stack: tuple[tuple[torch.nn.Module, str], ...]) -> str:
     """Return the path of a module from the outermost running one, named by its class."""
     for parent, path in reversed(stack):
-        if parent not in _NAMES:
-            _NAMES[parent] = {id(child): name for name, child in parent.named_modules()}
-        if name := _NAMES[parent].get(id(module)):
+        names = _NAMES.get(parent)
+        if names is None or module not in names:  # it may have been added since
+            names = _NAMES[parent] = WeakKeyDictionary(
+                {child: name for name, child in parent.named_modules()}
+            )
+        if name := names.get(module):
             return f"{path}.{name}"
     return type(module).__name__
 

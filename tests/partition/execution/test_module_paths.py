@@ -84,6 +84,7 @@ def test_collectives_have_the_modules_of_their_operations(on_rank: bool) -> None
 
     run = partial(fs.simulate, MESH, step) if on_rank else step
     run()  # it is traced without a log
+    net.layers[1].mlp.up = torch.nn.Linear(4, 8)  # it is traced anew
     with fs.comm_log() as log:
         run()
     assert modules_of(log, "forward") == FORWARD
