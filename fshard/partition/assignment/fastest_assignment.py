@@ -24,14 +24,7 @@ from fshard.partition.assignment.tensor_versions import (
     TensorVersions,
     redistributed,
 )
-from fshard.partition.ir import (
-    Copy,
-    Number,
-    Ref,
-    aliases_of,
-    keep_gradients_of,
-    with_modules,
-)
+from fshard.partition.ir import Copy, Number, Ref, aliases_of, keep_gradients_of, with_modules
 from fshard.partition.partitioned_call import NonTensor
 from fshard.partition.training_time import step_times
 from fshard.program.cost.topology import Topology

@@ -73,9 +73,9 @@ class _NamedFunction:
 
     def called(self, observed: bool) -> Callable[..., Any]:
         """Return the function, called in its module if calls are observed."""
-        return (
-            partial(as_in_module, self.module, self.run) if observed and self.module else self.run
-        )
+        if observed and self.module:
+            return partial(as_in_module, self.module, self.run)
+        return self.run
 
 
 def _rank_call(
