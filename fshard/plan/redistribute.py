@@ -20,6 +20,7 @@ from fshard.plan.cast_layouts import cast_layouts
 from fshard.plan.cross_mesh import plan_between
 from fshard.plan.plan_options import Objective, PlanOptions, objective_problems
 from fshard.program.cost.topology import Topology
+from fshard.program.cost.traffic import max_local_nbytes
 from fshard.program.program import Program
 from fshard.program.program_arguments import as_topology, as_types, endpoint_problems, wire_problems
 from fshard.program.steps import (
@@ -233,12 +234,16 @@ def _fix(src: Spec, dst: Spec, options: PlanOptions) -> str:
     """Return a fix that was tried: the least sufficient memory, or step types to allow."""
     least, prog = None, None
     if options.max_memory is not None:
-        prog = _find(src, dst, options._replace(max_memory=None))
-    while prog is not None:
-        least = prog.cost().peak_memory
-        prog = _find(src, dst, options._replace(max_memory=least - 1))
-        if prog is not None and not prog.steps:
-            break
+        ends = max(max_local_nbytes(src), max_local_nbytes(dst))
+        too_little = max(options.max_memory, ends - 1)
+        if too_little < ends:  # mostly enough
+            prog = _find(src, dst, options._replace(max_memory=ends))
+            too_little = ends if prog is None else too_little
+        prog = prog or _find(src, dst, options._replace(max_memory=None))
+        while prog is not None:
+            least = prog.cost().peak_memory
+            enough = least <= too_little + 1
+            prog = None if enough else _find(src, dst, options._replace(max_memory=least - 1))
     if least is not None:
         return f"give max_memory={least}, the least there is"
     unrestricted = _find(src, dst, options._replace(max_memory=None, exclude=()))

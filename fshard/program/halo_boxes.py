@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -115,20 +115,54 @@ def owners_of(step: HaloStep, src: Spec, dst: Spec) -> Spec:
     return src if isinstance(step, HaloExchange) else dst
 
 
-def halo_partners(step: HaloStep, src: Spec, dst: Spec) -> Partners:
-    """Return the ranks that any rank exchanges with in a halo step along one axis."""
+@lru_cache(maxsize=4096)
+def halo_partners(step: HaloStep, src: Spec, dst: Spec, axes: tuple[str, ...]) -> Partners:
+    """Return the most that any rank sends to and receives from each distance in a halo step."""
     owners = owners_of(step, src, dst)
-    rows = (
-        segments(windows, owners.shard_sizes(dim), step.boundary)
-        for dim, windows in enumerate(step.windows) if windows is not None
-    )  # fmt: skip
-    pairs = {
-        part.owner - reader for parts in rows for reader, window in enumerate(parts)
-        for part in window if part.owner != reader
-    }  # fmt: skip
-    far = tuple(sorted(pairs))
-    near = tuple(-distance for distance in far)
-    return Partners(near, far) if isinstance(step, HaloExchange) else Partners(far, near)
+    far, near = [], []
+    for parts in itertools.product(*(_distances(step, owners, dim) for dim in range(owners.ndim))):
+        along: dict[str, int] = {}
+        for dim, (distance, _) in enumerate(parts):
+            along |= _axis_distances(distance, owners.partition.dims[dim], owners.mesh.shape)
+        size = math.prod(length for _, length in parts)
+        if any(along.values()):
+            far.append((tuple(along.get(axis, 0) for axis in axes), size))
+            near.append((tuple(-along.get(axis, 0) for axis in axes), size))
+    ends = tuple(near), tuple(far)
+    return Partners(*(ends if isinstance(step, HaloExchange) else reversed(ends)))
+
+
+def _distances(step: HaloStep, owners: Spec, dim: int) -> list[tuple[int, int]]:
+    """Return distances of owners of a window from its reader, and the longest part of each."""
+    sizes = owners.shard_sizes(dim)
+    windows = step.windows[dim] if dim < len(step.windows) else None
+    if windows is None:
+        return [(0, max(sizes))]
+    rows, few, _ = _shortened(windows, sizes)
+    lengths: dict[int, int] = {0: 0}
+    for reader, window in enumerate(segments(rows, few, step.boundary)):
+        for part in window:
+            distance = part.owner - reader
+            if 2 * abs(distance) > len(few):  # around the ends, of all shards
+                distance += int(math.copysign(len(sizes) - len(few), distance))
+            length = part.owned[1] - part.owned[0]
+            lengths[distance] = max(lengths.get(distance, 0), length)
+    return [*lengths.items()]
+
+
+def _axis_distances(
+    distance: int, axes: Sequence[str], axis_sizes: Mapping[str, int]
+) -> dict[str, int]:
+    """Return how far apart two shards are along each axis, at most, by the distance of indices.
+
+    A carry from minor axes takes a message one rank further along the next one.
+    """
+    along, rest, carry = {}, abs(distance), 0
+    for axis in reversed(axes):
+        rest, place = divmod(rest, axis_sizes[axis])
+        most = min(place + carry, axis_sizes[axis] - 1)
+        along[axis], carry = most if distance > 0 else -most, int(most > 0)
+    return along
 
 
 # -- segments and pieces --------------------------------------------------------------------
@@ -286,7 +320,22 @@ def halo_shares(
     if windows is None:
         full = [(n, int(n > 0)) for n in sizes]
         return tuple(HaloShare(n, n, n, one, one, one) for n, one in full)
-    # A share depends on shards that are `far` away at most: long runs of equal ones are shortened.
+    rows, few, runs = _shortened(windows, sizes)
+    shares, every = iter(_every_share(rows, few, boundary)), list[HaloShare]()
+    for n, m in runs:
+        own = [*itertools.islice(shares, m)]
+        every += own[: m // 2] + own[m // 2 : m // 2 + 1] * (n - m) + own[m // 2 :]
+    return tuple(every)
+
+
+def _shortened(
+    windows: Windows, sizes: tuple[int, ...]
+) -> tuple[Windows, tuple[int, ...], list[tuple[int, int]]]:
+    """Return windows and sizes with long runs of equal ones shortened.
+
+    A window depends on shards that are `far` away at most. Of each run its number of shards, and
+    how many of them are left, come last.
+    """
     ends = itertools.accumulate(sizes)
     keys = [(i - end, j - end, n) if i < j else (0, 0, n)
             for (i, j), n, end in zip(windows, sizes, ends, strict=True)]  # fmt: skip
@@ -297,11 +346,7 @@ def halo_shares(
     few = tuple(n for *_, n in short)
     ends = itertools.accumulate(few)
     rows = tuple((i + end, j + end) for (i, j, _), end in zip(short, ends, strict=True))
-    shares, every = iter(_every_share(rows, few, boundary)), list[HaloShare]()
-    for (_, n), m in zip(runs, counts, strict=True):
-        own = [*itertools.islice(shares, m)]
-        every += own[: m // 2] + own[m // 2 : m // 2 + 1] * (n - m) + own[m // 2 :]
-    return tuple(every)
+    return rows, few, [(n, m) for (_, n), m in zip(runs, counts, strict=True)]
 
 
 def _every_share(windows: Windows, sizes: tuple[int, ...], boundary: str) -> list[HaloShare]:

@@ -19,7 +19,7 @@ from fshard.ops.core.call import Meta, OpCall
 from fshard.ops.core.rule import Rule
 from fshard.ops.strategy.axis_roles import AxisState, Role
 from fshard.program.cost.links import Link
-from fshard.program.cost.model import collective_time
+from fshard.program.cost.model import collective_time, copy_time
 from fshard.program.cost.topology import Topology
 from fshard.program.cost.traffic import (
     Traffic,
@@ -83,7 +83,7 @@ def change_cost(
         return collective_time(topology, link, traffic, local)
 
     def collective(traffic: Traffic, back: float, link: Link = links.gather) -> ChangeCost:
-        startup = collective_time(topology, link, traffic._replace(sent=0, received=0), 0)
+        startup = collective_time(topology, link, traffic._replace(sent=0, received=0))
         return ChangeCost(time(traffic, link), True, back, startup)
 
     back = 0.0
@@ -102,7 +102,7 @@ def change_cost(
         case "unreduced", _:
             return collective(all_reduce_traffic(n, local, item), 0.0)
         case _, "unreduced":
-            return ChangeCost(local / topology.memory, False, back)
+            return ChangeCost(copy_time(topology, local), False, back)
     return ChangeCost(0.0, False, back)
 
 

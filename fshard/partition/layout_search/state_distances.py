@@ -235,11 +235,11 @@ def _exchanges(
         for links in zip(*axes.links, strict=True)
     )
     latency, bandwidth = torch.where(is_gather[..., None], gather, exchange).unbind(-1)
-    sliced = (2 * local / topology.memory).expand_as(lacks)
+    sliced = (topology.kernel + 2 * local / topology.memory).expand_as(lacks)
     if axes.left_out > 1:
         messages, copied, sliced = (torch.full_like(lacks, x) for x in (1.0, 0.0, 0.0))
     sent = (topology.launch + latency + messages * topology.message + lacks / bandwidth
-            + copied / topology.memory)  # fmt: skip
+            + (copied > 0) * topology.kernel + copied / topology.memory)  # fmt: skip
     return torch.where(mask > 0, sent, sliced).fill_diagonal_(0.0)
 
 
@@ -265,6 +265,7 @@ def _reductions(
             share, times, copies = (2, passes, 0) if code == 0 else (1, 1, copied)
             time = (topology.launch + times * (rounds * link.latency + messages * topology.message)
                     + local[rows] * (share * (n - 1) / n / link.bandwidth
-                                     + copies / topology.memory))  # fmt: skip
+                                     + copies / topology.memory)
+                    + bool(copies) * topology.kernel)  # fmt: skip
             table[rows, rows + (code - 1) * step] = time
     return table

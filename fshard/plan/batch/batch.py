@@ -30,7 +30,7 @@ from fshard.plan.batch.coalesce import (
     launches,
     typed_step,
 )
-from fshard.program.cost.model import Cost, collective_time, step_link
+from fshard.program.cost.model import Cost, collective_time, copied_bytes, step_link
 from fshard.program.cost.rank_loads import Load, add_vectors, busiest_bytes, step_load
 from fshard.program.cost.rank_overlap import Ranks, Vector, local_bytes
 from fshard.program.cost.topology import Topology
@@ -349,11 +349,15 @@ def _cost(batch: Batch, topology: Topology) -> Cost:
     launches = [[typed_step(leaves, *step) for step in launch.steps] for launch in batch.launches]
     overheads = [[_overhead(step, topology) for step in dict.fromkeys(steps)] for steps in launches]
     sent, received = busiest_bytes_of(leaves)
-    copied = add_vectors((step.copied for step in _loads(leaves, ranks)), ranks)
+    steps = [typed_step(leaves, i, step) for i, leaf in enumerate(leaves)
+             for step in range(len(leaf.steps) if leaf is not None else 0)]  # fmt: skip
+    copied = add_vectors((step_load(*step, ranks).copied for step in steps), ranks)
+    starts = sum(nbytes > 0 for step in steps for nbytes in copied_bytes(*step))
     return Cost(
         time=sum(max(time for time, _ in steps) for steps in overheads)
         + sum(_wire_time(steps, ranks, topology) for steps in launches)
-        + max(copied, default=0) / topology.memory,
+        + max(copied, default=0) / topology.memory
+        + starts * topology.kernel,
         bytes_sent=sent,
         bytes_received=received,
         peak_memory=_peak_memory(batch, ranks),
@@ -375,7 +379,7 @@ def _overhead(step: TypedStep, topology: Topology) -> tuple[float, int]:
     """Return the seconds of a step without its bytes, and its messages."""
     moved = traffic(*step)
     no_bytes = moved._replace(sent=0, received=0)
-    return collective_time(topology, step_link(topology, *step), no_bytes, 0), moved.messages
+    return collective_time(topology, step_link(topology, *step), no_bytes), moved.messages
 
 
 def _wire_time(steps: Sequence[TypedStep], ranks: Ranks, topology: Topology) -> float:
@@ -389,13 +393,6 @@ def _wire_time(steps: Sequence[TypedStep], ranks: Ranks, topology: Topology) -> 
         / bandwidth
         for bandwidth, loads in by_bandwidth.items()
     )
-
-
-def _loads(leaves: Leaves, ranks: Ranks) -> Iterator[Load]:
-    """Yield the load of every step of every leaf, local steps included."""
-    for i, leaf in enumerate(leaves):
-        for step in range(len(leaf.steps) if leaf is not None else 0):
-            yield step_load(*typed_step(leaves, i, step), ranks)
 
 
 def _peak_memory(batch: Batch, ranks: Ranks) -> int:

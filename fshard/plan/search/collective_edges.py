@@ -263,16 +263,16 @@ class CollectiveEdges(ExchangeEdges):
                 n = problem.num_ranks(axes)
                 moved: Traffic | None = all_reduce_traffic(n, nbytes, problem.itemsize)
                 make_step: StepFactory = partial(AllReduce, axes, to, kind)
-                if edge := self.collective(make_step, axes, layout, new, moved, 0):
+                if edge := self.collective(make_step, axes, layout, new, moved, ()):
                     yield edge
                 for dim in range(len(layout.dims)):
                     for order in self.orders(layout, dim, axes):
                         new = problem.append_axes(rest, dim, order)
                         even = problem.is_even_along(layout, new, (dim,))
                         moved = all_gather_traffic(n, nbytes // n) if even else None
-                        copied = 2 * nbytes if dim else 0
+                        copies = (2 * nbytes,) if dim else ()
                         make_step = partial(ReduceScatter, order, dim, new.sizes[dim])
-                        if edge := self.collective(make_step, order, layout, new, moved, copied):
+                        if edge := self.collective(make_step, order, layout, new, moved, copies):
                             yield edge
 
     def all_to_alls(self, layout: SearchLayout) -> Iterator[Edge]:
@@ -288,11 +288,11 @@ class CollectiveEdges(ExchangeEdges):
                 for to in range(len(layout.dims)):
                     if to != dim:
                         new = problem.append_axes(rest, to, run)
-                        copied = 2 * (nbytes * bool(to) + problem.nbytes(new) * bool(dim))
+                        copies = 2 * nbytes * bool(to), 2 * problem.nbytes(new) * bool(dim)
                         even = problem.is_even_along(layout, new, (dim, to))
                         moved = all_to_all_traffic(n, nbytes) if even else None
                         make_step = partial(AllToAll, run, dim, to, new.sizes[to])
-                        if edge := self.collective(make_step, run, layout, new, moved, copied):
+                        if edge := self.collective(make_step, run, layout, new, moved, copies):
                             yield edge
         if not self.direct:
             yield from self.fused_all_to_alls(layout)
@@ -310,8 +310,8 @@ class CollectiveEdges(ExchangeEdges):
             # When even shards leave their dims, some rank keeps at most an n-th.
             least = nbytes - nbytes // problem.num_ranks(moving) if problem.even else 0
             moved = Traffic(least, least, problem.num_ranks(axes) - 1, 1)
-            copied = 4 * nbytes if problem.even else 2 * nbytes
-            if problem.cost(axes, moved, copied, True) > self.limit:
+            copies = (2 * nbytes,) * (1 + problem.even)
+            if problem.cost(axes, moved, copies, True) > self.limit:
                 continue
             new = layout
             for run, dim, _ in reversed(pairs):
@@ -327,9 +327,9 @@ class CollectiveEdges(ExchangeEdges):
                 if problem.is_even_along(layout, new)
                 else None
             )
-            copied = 2 * nbytes + 2 * problem.nbytes(new)
+            copies = 2 * nbytes, 2 * problem.nbytes(new)
             make_step = partial(all_to_all_of, tuple(arguments))
-            if edge := self.collective(make_step, axes, layout, new, swap, copied):
+            if edge := self.collective(make_step, axes, layout, new, swap, copies):
                 yield edge
 
     def gathers(self, layout: SearchLayout) -> Iterator[Edge]:
@@ -344,9 +344,9 @@ class CollectiveEdges(ExchangeEdges):
                     new = new._replace(reduced=add_kinds(new.reduced, run, kind))
                 even = problem.is_even_along(layout, new, (dim,))
                 moved = all_gather_traffic(problem.num_ranks(run), nbytes) if even else None
-                copied = 2 * problem.nbytes(new) if dim else 0
+                copies = (2 * problem.nbytes(new),) if dim else ()
                 make_step = partial(AllGather, run, dim, to, kind)
-                if edge := self.collective(make_step, run, layout, new, moved, copied):
+                if edge := self.collective(make_step, run, layout, new, moved, copies):
                     yield edge
 
 

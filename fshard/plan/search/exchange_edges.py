@@ -15,7 +15,7 @@ from fshard.layout.partition_spec import Kinds
 from fshard.plan.search.exchange_targets import all_targets, direct_targets, swapped_inside
 from fshard.plan.search.problem import SearchProblem
 from fshard.plan.search.search_layout import Axes, SearchLayout, exchange_to
-from fshard.program.cost.model import GATHERS
+from fshard.program.cost.model import GATHERS, exchange_copies_twice
 from fshard.program.cost.traffic import NO_TRAFFIC, Traffic
 from fshard.program.steps import AllToAll, CollectivePermute, Exchange
 
@@ -26,7 +26,7 @@ StepFactory = partial[Any]
 Edge = tuple[float, StepFactory, SearchLayout]
 """Cost of a step, its constructor, and the layout after it."""
 ExchangeTarget = tuple[SearchLayout, int, int, float]
-"""Layout, ranks that are reduced over, bytes copied into it, and least cost after the exchange."""
+"""Layout, ranks that are reduced over, bytes copied into it, and least cost after that."""
 
 
 class ExchangeEdges:
@@ -76,22 +76,23 @@ class ExchangeEdges:
         before: SearchLayout,
         after: SearchLayout,
         moved: Traffic | None,
-        copied: int,
+        copies: tuple[int, ...],
         reduced_ranks: int = 1,
     ) -> Edge | None:
         """Return an edge with traffic, or None if it costs more than `limit`.
 
         `moved` is None if the traffic has no closed form; it is then computed if it may matter.
+        `copies` are the bytes of the copies around it.
         """
         problem = self.problem
         if not problem.is_divisible(after):
             return None
         if moved is None:
-            if self.min_total(before, after, copied, reduced_ranks) > self.limit:
+            if self.min_total(before, after, sum(copies), reduced_ranks) > self.limit:
                 return None
             moved = problem.traffic(make_step, axes, before, after, reduced_ranks)
         if moved.launches and not problem.empty:
-            cost = problem.cost(axes, moved, copied, make_step.func not in GATHERS)
+            cost = problem.cost(axes, moved, copies, make_step.func not in GATHERS)
         else:
             cost = problem.local_cost(2 * problem.nbytes(after))
         return (cost, make_step, after) if cost <= self.limit else None
@@ -132,7 +133,7 @@ class ExchangeEdges:
                 axes = tuple(axis for axis, role in before.items() if role != after[axis])
                 make_step = partial(_permute, target)
                 moved = Traffic(nbytes, nbytes, 1, 1) if axes else Traffic()
-                if edge := self.collective(make_step, axes, layout, target, moved, 0):
+                if edge := self.collective(make_step, axes, layout, target, moved, ()):
                     yield edge
 
     def reordered(self, layout: SearchLayout) -> Iterator[SearchLayout]:
@@ -150,14 +151,17 @@ class ExchangeEdges:
         if targets is None:
             targets = self.exchange_targets[key] = self.find_exchange_targets(*key)
         problem, packed = self.problem, 2 * self.problem.nbytes(layout)
-        least = problem.min_cost(0, 0) + problem.local_cost(packed)
+        least = problem.min_cost(0, 0)
         for target, reduced_ranks, unpacked, rest in targets:
-            if least + rest > self.limit and problem.even:
+            copied = problem.local_cost(packed + unpacked)
+            if least + copied + rest > self.limit and problem.even:
                 continue
             if target == layout or not _can_exchange(layout.reduced, target):
                 continue
             make_step = partial(exchange_to, target)
-            moved, copied = None, packed + unpacked
+            moved, copies = None, (packed + unpacked,)
+            if exchange_copies_twice(layout.dims, target.dims, adds=reduced_ranks > 1):
+                copies = packed, unpacked
             even = problem.is_even_along(layout, target)
             converted = problem.converted_axes(layout, target)
             if even:
@@ -170,7 +174,7 @@ class ExchangeEdges:
                 continue
             axes = problem.moving_axes(layout, target)
             if edge := self.collective(
-                make_step, axes, layout, target, moved, copied, reduced_ranks
+                make_step, axes, layout, target, moved, copies, reduced_ranks
             ):
                 yield edge
 
@@ -191,8 +195,7 @@ class ExchangeEdges:
             if target not in targets and len({kind for _, kind in reduced}) < 2:
                 reduced_ranks = problem.num_ranks(tuple(axis for axis, _ in reduced))
                 copied = (1 + reduced_ranks) * problem.nbytes(target)
-                rest = problem.bound(target) + problem.local_cost(copied)
-                targets[target] = target, reduced_ranks, copied, rest
+                targets[target] = target, reduced_ranks, copied, problem.bound(target)
         return list(targets.values())
 
 

@@ -25,7 +25,7 @@ from fshard.plan.search.search_layout import (
     subsets,
 )
 from fshard.program.cost.links import JOIN, Link
-from fshard.program.cost.model import collective_time
+from fshard.program.cost.model import collective_time, copy_time
 from fshard.program.cost.rank_overlap import DimShardings, RankOverlap, index_of_largest
 from fshard.program.cost.shard_overlap import NO_AXES, even_dim_overlap
 from fshard.program.cost.topology import Topology
@@ -203,18 +203,18 @@ class SearchProblem:
 
     # -- costs ------------------------------------------------------------------------
 
-    def cost(self, axes: Axes, moved: Traffic, copied: int, exchange: bool) -> float:
-        """Return the cost of a collective over `axes` that also copies `copied` bytes."""
+    def cost(self, axes: Axes, moved: Traffic, copies: tuple[int, ...], exchange: bool) -> float:
+        """Return the cost of a collective over `axes`, and of `copies` around it, in bytes."""
         if self.topology is None:
             return moved.received + LAUNCH_COST + MESSAGE_COST * moved.messages
         link = self.links.get((axes, exchange))
         if link is None:
             link = self.links[axes, exchange] = self.link(axes, exchange)
-        return collective_time(self.topology, link, moved, copied)
+        return collective_time(self.topology, link, moved, *copies)
 
     def local_cost(self, copied: int) -> float:
         """Return the cost of a step without traffic that copies `copied` bytes."""
-        return LOCAL_COST if self.topology is None else copied / self.topology.memory
+        return LOCAL_COST if self.topology is None else copy_time(self.topology, copied)
 
     def traffic(
         self,

@@ -9,6 +9,8 @@ for bidirectional rings, and of "How to Scale Your Model" (Austin et al. 2025, p
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple, NoReturn
 
@@ -145,8 +147,10 @@ def torus_link(
 ) -> Link:  # fmt: skip
     """Return the effective link of nodes that are tori, along `axes`."""
     extents = torus_extents(torus, mesh, axes)
-    if partners is not None and [e.ranks for e in extents] == [mesh.axis_size(axes)]:
-        return shift_link(torus.link, extents[0], partners)
+    if partners is not None:
+        own = [extent for axis in axes for extent in torus_extents(torus, mesh, (axis,))]
+        if len(extents) == len(own) and [e.ranks for e in own] == [mesh.shape[a] for a in axes]:
+            return shift_link(torus.link, own, partners)
     effective = exchange_link if exchange else gather_link
     links = [effective(torus.link, extents)] if extents else []
     if not all(stays_inside(mesh, axis, torus.size) for axis in axes):
@@ -189,23 +193,40 @@ def exchange_link(link: Link, extents: list[Extent]) -> Link:
     return Link(_farthest(extents) * link.latency, pace * (n - 1) / n)
 
 
-def shift_link(link: Link, extent: Extent, partners: Partners) -> Link:
-    """Return the effective link of messages to few ranks along a dim of a torus.
+def shift_link(link: Link, extents: Sequence[Extent], partners: Partners) -> Link:
+    """Return the effective link of messages to few ranks along dims of a torus, one for each axis.
 
-    All ranks send as far at once, so that a link carries as many messages as one crosses links.
-    Both directions are used if a rank sends to both sides. In a row without a ring a message to the
-    other end crosses all links, against the others.
+    All ranks send as far at once, dim by dim, so that the links of a direction carry every message
+    as often as it crosses links there. In a row without a ring a message to the other end crosses
+    all links, against the others.
 
-    >>> shift_link(Link(1e-6, 45e9), Extent(16, 1, True), Partners((1,), (15,)))
+    Args:
+        link: the link between neighbours.
+        extents: the part of a dim that each axis takes.
+        partners: the messages of a rank.
+
+    >>> ring = Extent(16, 1, True)
+    >>> shift_link(Link(1e-6, 45e9), [ring], Partners((((1,), 8),), (((15,), 8),)))
     Link(latency=1e-06, bandwidth=45000000000.0)
     """
-    n, (sends, receives) = extent.ranks, partners
-    around = [(x + n // 2) % n - n // 2 for x in (*sends, *receives)]
-    sent = around[: len(sends)] or around
-    directions, hops = len({x > 0 for x in sent}), sum(map(abs, sent)) / len(sent)
-    farthest = max(map(abs, around if extent.ring else (*sends, *receives)))
-    return Link(farthest * extent.stride * link.latency,
-                directions * link.bandwidth / (hops * extent.stride))  # fmt: skip
+    sends, receives = partners
+    backward = [(tuple(-x for x in distances), size) for distances, size in receives]
+    loads: defaultdict[tuple[int, bool], dict[tuple[int, ...], int]] = defaultdict(dict)
+    farthest = 0
+    for index, (distances, size) in enumerate((*sends, *backward)):
+        near = tuple((x + e.ranks // 2) % e.ranks - e.ranks // 2
+                     for x, e in zip(distances, extents, strict=True))  # fmt: skip
+        rows = [*zip(near, distances, extents, strict=True)]
+        farthest = max(farthest, sum(abs(x if e.ring else far) * e.stride for x, far, e in rows))
+        for dim, (x, far, extent) in enumerate(rows):
+            load = abs(x) * extent.stride * size
+            if index < len(sends) or not sends:
+                loads[dim, x > 0][near] = load
+            if x != far and not extent.ring:
+                loads[dim, x < 0][distances] = load
+    moved = max(sum(size for _, size in messages) for messages in partners)
+    busiest = max(sum(load.values()) for load in loads.values())
+    return Link(farthest * link.latency, link.bandwidth * moved / busiest)
 
 
 def _farthest(extents: list[Extent]) -> int:

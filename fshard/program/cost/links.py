@@ -125,15 +125,15 @@ class Torus:
 
 
 class Partners(NamedTuple):
-    """Ranks that a rank exchanges with, by their distance from its place in its group.
+    """Messages between a rank and few others, with the distance of the other rank along each axis.
 
     Attributes:
-        sends: distances of the ranks that it sends to, 1 for the next one.
-        receives: distances of those that it receives from.
+        sends: the distances, 1 for the next rank, and the size of each message that it sends.
+        receives: those of messages that it receives.
     """
 
-    sends: tuple[int, ...]
-    receives: tuple[int, ...]
+    sends: tuple[tuple[tuple[int, ...], int], ...]
+    receives: tuple[tuple[tuple[int, ...], int], ...]
 
 
 def is_number(value: object) -> bool:

@@ -14,7 +14,7 @@ from fshard._util.text import bytes_text, plural, time_text
 from fshard.layout.spec import Spec
 from fshard.program.cost.links import Link
 from fshard.program.cost.topology import Topology
-from fshard.program.cost.traffic import Traffic, max_local_nbytes, step_axes, traffic
+from fshard.program.cost.traffic import Dims, Traffic, max_local_nbytes, step_axes, traffic
 from fshard.program.exchange_boxes import reduction_axes
 from fshard.program.halo_boxes import halo_partners
 from fshard.program.steps import (
@@ -102,7 +102,7 @@ class TimeParts(NamedTuple):
     Attributes:
         startup: Launch, rounds and messages, which do not depend on the size of the tensor.
         wire: Bytes of the busiest rank on its link.
-        copies: Reads and writes of its own memory.
+        copies: Operations that read and write its own memory, each with its start.
     """
 
     startup: float
@@ -115,28 +115,33 @@ class TimeParts(NamedTuple):
         return self.startup + self.wire + self.copies
 
 
-def collective_parts(topology: Topology, link: Link, moved: Traffic, copied: int) -> TimeParts:
+def copy_time(topology: Topology, *copies: int) -> float:
+    """Return the seconds of operations that each read and write some bytes, none if that is 0."""
+    return sum(topology.kernel + nbytes / topology.memory for nbytes in copies if nbytes)
+
+
+def collective_parts(topology: Topology, link: Link, moved: Traffic, *copies: int) -> TimeParts:
     """Return the seconds of a collective: launch, rounds, messages, bytes on the link, copies.
 
     The model is LogGP (Alexandrov et al. 1995); an alpha-beta model has rounds and bytes alone.
     """
     startup = topology.launch + moved.rounds * link.latency + moved.messages * topology.message
     wire = max(moved.sent, moved.received) / link.bandwidth
-    return TimeParts(startup, wire, copied / topology.memory)
+    return TimeParts(startup, wire, copy_time(topology, *copies))
 
 
-def collective_time(topology: Topology, link: Link, moved: Traffic, copied: int) -> float:
+def collective_time(topology: Topology, link: Link, moved: Traffic, *copies: int) -> float:
     """Return the seconds of a collective, the sum of its `collective_parts`."""
-    return collective_parts(topology, link, moved, copied).total
+    return collective_parts(topology, link, moved, *copies).total
 
 
 def step_parts(topology: Topology, step: Step, src: Spec, dst: Spec) -> TimeParts:
     """Return the seconds of one step: its collective with the copies around it, or local copies."""
     moved = traffic(step, src, dst)
-    copied = copied_bytes(step, src, dst, moved.launches)
+    copies = copied_bytes(step, src, dst)
     if not moved.launches:
-        return TimeParts(0.0, 0.0, copied / topology.memory)
-    return collective_parts(topology, step_link(topology, step, src, dst), moved, copied)
+        return TimeParts(0.0, 0.0, copy_time(topology, *copies))
+    return collective_parts(topology, step_link(topology, step, src, dst), moved, *copies)
 
 
 def step_time(topology: Topology, step: Step, src: Spec, dst: Spec) -> float:
@@ -149,16 +154,38 @@ def step_link(topology: Topology, step: Step, src: Spec, dst: Spec) -> Link:
     if src.mesh == dst.mesh:
         gathers, axes = isinstance(step, GATHERS), step_axes(step, src, dst)
         partners = None
-        if isinstance(step, HaloExchange | HaloReduce) and len(axes) == 1:
-            partners = halo_partners(step, src, dst)
+        if isinstance(step, HaloExchange | HaloReduce) and axes:
+            partners = halo_partners(step, src, dst, axes)
         return topology.link(src.mesh, axes, exchange=not gathers, partners=partners)
     return topology.between(src.mesh, dst.mesh)
 
 
-def copied_bytes(step: Step, src: Spec, dst: Spec, launches: int) -> int:
-    """Return the bytes that the busiest rank reads and writes in its own memory around a step."""
+def copied_bytes(step: Step, src: Spec, dst: Spec) -> tuple[int, ...]:
+    """Return the bytes that the busiest rank reads and writes in each operation around a step.
+
+    They are one before a collective and one after it; an exchange may need only one of them.
+    """
+    launches = traffic(step, src, dst).launches
     packed, unpacked = copy_passes(step, src, dst, launches)
-    return packed * max_local_nbytes(src) + unpacked * max_local_nbytes(dst)
+    before, after = packed * max_local_nbytes(src), unpacked * max_local_nbytes(dst)
+    apart = launches > 0
+    if launches and isinstance(step, Exchange):
+        dims = src.partition.dims, dst.partition.dims
+        apart = exchange_copies_twice(*dims, adds=bool(reduction_axes(src, dst)))
+    return (before, after) if apart else (before + after,)
+
+
+def exchange_copies_twice(have: Dims, need: Dims, *, adds: bool) -> bool:
+    """Return True if an exchange copies before and after it: along dim 0 pieces are contiguous.
+
+    Args:
+        have: the axes of each dim of the source.
+        need: the axes of each dim of the target.
+        adds: True if it adds up partial sums, after it.
+    """
+    rows = [*zip(have, need, strict=True)][1:]
+    packs = any(axes != before[: len(axes)] for before, axes in rows)
+    return packs and (adds or any(axes != after[: len(axes)] for axes, after in rows))
 
 
 def copy_passes(step: Step, src: Spec, dst: Spec, launches: int) -> tuple[int, int]:

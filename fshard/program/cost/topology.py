@@ -394,7 +394,7 @@ class Topology(NotebookView):
             axes: Mesh axis or axes. Parts of a split axis, `x_0` and `x_1`, have the link of `x`
                 unless they have one of their own.
             exchange: False for gathers and reductions, True for exchanges and permutations.
-            partners: Ranks that each rank exchanges with; None is all of its group.
+            partners: Messages of each rank along `axes`; None is as many to all of its group.
 
         Returns:
             The latency of a round, and the bytes per second that a rank receives.
@@ -479,7 +479,8 @@ def _link(
     rest = tuple(axis for axis in axes if own_link(links, axis) is None)
     if rest:
         if isinstance(inner, Torus):
-            own.append(torus_link(inner, outer, mesh, rest, exchange, partners))
+            few = partners if rest == axes else None
+            own.append(torus_link(inner, outer, mesh, rest, exchange, few))
         else:
             own.append(switch_link(inner, outer, topology.node_size, mesh, rest, exchange))
     return slowest(own) if own else topology.inner_link

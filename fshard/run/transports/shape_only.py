@@ -101,7 +101,7 @@ class RecordedCollective:
         axes: the axes along which its ranks differ.
         traffic: bytes and messages of the rank.
         nbytes: bytes of the larger of its operand and its result.
-        partners: ranks that it exchanges with, along one axis; None is all of the group.
+        partners: its messages, along `axes`; None is as many to all of the group.
     """
 
     op: str
@@ -116,7 +116,7 @@ class RecordedCollective:
         moved = self.traffic
         exchange = self.op in ("all_to_all", "ppermute")
         link = topology.link(self.mesh, self.axes, exchange=exchange, partners=self.partners)
-        time = collective_time(topology, link, moved, 0)
+        time = collective_time(topology, link, moved)
         return Cost(time, moved.sent, moved.received, self.nbytes, 1, moved.messages)
 
 
@@ -154,10 +154,19 @@ class RecordingTransport(ShapeTransport):
         """Record the collective; elements that the rank sends to itself are not traffic."""
         own = group.index(self.rank)
         sent, received = (x.itemsize * (sum(n) - n[own]) for n in (send, receive))
-        partners = Partners(*(
-            tuple(i - own for i, count in enumerate(counts) if count and i != own)
-            for counts in (send, receive)
-        ))  # fmt: skip
+        coords = self.mesh.coords(self.rank)
+        axes = group_axes(self.mesh, group)
+        partners = Partners(
+            *(
+                tuple(
+                    (tuple(there[axis] - coords[axis] for axis in axes), count)
+                    for i, count in enumerate(counts)
+                    if count and i != own
+                    for there in [self.mesh.coords(group[i])]
+                )
+                for counts in (send, receive)
+            )
+        )
         messages = max(1, *map(len, partners))
         op = "ppermute" if messages == 1 and len(group) > 2 else "all_to_all"
         nbytes = x.itemsize * max(sum(send), sum(receive))
@@ -168,9 +177,7 @@ class RecordingTransport(ShapeTransport):
         self, op: str, group: Group, traffic: Traffic, nbytes: int, partners: Partners | None = None
     ) -> None:
         axes = group_axes(self.mesh, group)
-        if partners is not None and (
-            len(axes) != 1 or not any(partners) or len(partners.sends) == len(group) - 1 > 1
-        ):
+        if partners and (not any(partners) or len(partners.sends) == len(group) - 1 > 1):
             partners = None
         self.add(RecordedCollective(op, self.mesh, axes, traffic, nbytes, partners))
 

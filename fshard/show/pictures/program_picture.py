@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fshard._util.text import WIDTH
-from fshard.program.cost.model import copy_passes, step_parts
+from fshard.program.cost.model import copied_bytes, copy_passes, step_parts
 from fshard.program.cost.rank_loads import union_ranks
 from fshard.program.cost.topology import Topology
 from fshard.program.cost.traffic import max_local_nbytes, traffic
@@ -62,8 +62,9 @@ class ProgramPicture(Picture):
         bars, start = [], 0.0
         for step, src, dst in zip(self.prog.steps, wire, wire[1:], strict=False):
             packed, _ = copy_passes(step, src, dst, traffic(step, src, dst).launches)
-            before = packed * max_local_nbytes(src) / topology.memory
             time = step_parts(topology, step, src, dst)
+            before = time.copies * packed * max_local_nbytes(src)
+            before /= max(1, sum(copied_bytes(step, src, dst)))
             parts = (("copies", before), ("latency", time.startup), ("bytes", time.wire),
                      ("copies", time.copies - before))  # fmt: skip
             for kind, seconds in parts:

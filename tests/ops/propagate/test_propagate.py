@@ -108,7 +108,7 @@ def test_str_of_a_strategy() -> None:
     second = propagate(torch.softmax, spec(P("dp", "tp"), 8, 16), 1)
     assert str(second) == (
         "softmax.int: f32[8@dp,16] -> f32[8@dp,16]\n"
-        "dp: d0, tp: invariant  (192 B received, 7.05 µs)\n"
+        "dp: d0, tp: invariant  (192 B received, 7.95 µs)\n"
         "operand 0: f32[8@dp,16@tp] -> f32[8@dp,16] on Mesh(dp=2, tp=4)\n"
         "  all_gather(tp, dim 1)  f32[8@dp,16]  192 B"
     )

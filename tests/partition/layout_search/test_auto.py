@@ -121,7 +121,7 @@ def test_labels_are_never_slower_than_published_layouts(
 
 def test_choice_runs_and_explains() -> None:
     p = blocks.make_params({"a": (64, 256), "b": (256, 64)}, 3)
-    x = torch.randn(64, 64, dtype=torch.float64)
+    x = torch.randn(256, 64, dtype=torch.float64)
     choice = fs.auto(mlp, Mesh(x=4), [p, x])
     torch.testing.assert_close(choice(p, x), mlp(p, x))
     lines = choice.explain().splitlines()

@@ -244,7 +244,9 @@ def unreduced_end(src: Spec, dst: Spec) -> bool:
     return bool(src.partition.unreduced or dst.partition.unreduced)
 
 
-FREE_COPIES = [replace(topology, memory=1e30) for topology in TOPOLOGIES if topology is not None]
+FREE_COPIES = [
+    replace(topology, memory=1e30, kernel=0.0) for topology in TOPOLOGIES if topology is not None
+]
 
 
 @pytest.mark.sampled(5)

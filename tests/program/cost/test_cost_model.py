@@ -156,7 +156,7 @@ def test_exchange_traffic(src: str, dst: str, moved: tuple[int, int, int]) -> No
     assert traffic(step, before, after) == Traffic(*moved, rounds=int(max(moved) > 0))
     assert Program(before, (step,)).cost().messages == moved[2]
     if max(moved) == 0:
-        assert copied_bytes(step, before, after, 0) == 2 * max_local_nbytes(after)
+        assert copied_bytes(step, before, after) == (2 * max_local_nbytes(after),)
 
 
 def test_exchange_traffic_of_a_million_devices() -> None:
@@ -245,12 +245,14 @@ S, D = 96, 48
         (AllSlice("x", 1), "f32[4,6]{reduced: x}", 2 * 48),
         (AllToAll("x", 1, 0), "f32[4,6@x]", 2 * 48),
         (AllToAll("x", 0, 1), "f32[4@x,6]", 2 * 48),
-        (AllToAll("x", 1, 2), "f32[4,6@x,2]", 4 * 96),
-        (AllToAll("x", 1, 0, also=(AllToAll("y", 2, 0),)), "f32[6,4@x,3@y]", 4 * 48),
+        (AllToAll("x", 1, 2), "f32[4,6@x,2]", (2 * 96, 2 * 96)),
+        (AllToAll("x", 1, 0, also=(AllToAll("y", 2, 0),)), "f32[6,4@x,3@y]", (2 * 48, 2 * 48)),
         (CollectivePermute(P("z")), "f32[4@x,6]", 0),
         (Exchange(P("z")), "f32[4@x,6]", 4 * 48),
         (Exchange(P()), "f32[4@x,6]", 2 * 48 + 2 * 96),
         (Exchange(P("x")), "f32[4,6]", 2 * 48),
+        (Exchange(P("x")), "f32[4,6]{unreduced: y}", 2 * 96 + 4 * 48),
+        (Exchange(P(None, "x")), "f32[4,6]{unreduced: y}", (2 * 96, 4 * 48)),
         (Remesh(MESH.split("y", y=3), P("x")), "f32[4@x,6]", 0),
         (InvariantToReduced("x"), "f32[4,6]", 0),
         (InvariantToReduced("x", "avg"), "f32[4,6]", 2 * 96),
@@ -264,15 +266,16 @@ S, D = 96, 48
     ],
     ids=str,
 )  # fmt: skip
-def test_copied_bytes(step: Step, src: str, copied: int) -> None:
+def test_copied_bytes(step: Step, src: str, copied: int | tuple[int, int]) -> None:
     before = spec_of(src)
     after = infer(step, before)
     moved = traffic(step, before, after)
-    assert copied_bytes(step, before, after, moved.launches) == copied
+    copies = (copied,) if isinstance(copied, int) else copied
+    assert [n for n in copied_bytes(step, before, after) if n] == [n for n in copies if n]
     link = OWN.link(MESH, step_axes(step, before, after))
-    alone = copied / OWN.memory
+    alone = sum(copies) / OWN.memory + OWN.kernel * (sum(copies) > 0)
     assert step_time(OWN, step, before, after) == pytest.approx(
-        collective_time(OWN, link, moved, copied) if moved.launches else alone
+        collective_time(OWN, link, moved, *copies) if moved.launches else alone
     )
 
 
@@ -283,7 +286,7 @@ def test_collective_of_one_rank_copies() -> None:
         (AllReduce("a"), "f32[2]{unreduced: a}"),
     ]:
         src = parse(text, mesh)
-        assert Program(src, (step,)).cost(OWN).time == 2 * 8 / OWN.memory
+        assert Program(src, (step,)).cost(OWN).time == OWN.kernel + 2 * 8 / OWN.memory
 
 
 def test_cost_sums_over_steps() -> None:
@@ -316,7 +319,7 @@ def test_collective_time() -> None:
     swap = Program(spec_of("f32[1200@y,3]"), (AllToAll("y", 0, 1),))
     sent = 2 / 3 * 4800
     alone = 5e-6 + 2e-6 + 2 * 0.15e-6  # one round of two messages
-    assert swap.cost(OWN).time == pytest.approx(alone + sent / 2e9 + 2 * 4800 / 1e12)
+    assert swap.cost(OWN).time == pytest.approx(alone + sent / 2e9 + OWN.kernel + 2 * 4800 / 1e12)
 
 
 def test_step_time_between_meshes() -> None:

@@ -16,7 +16,9 @@ from fshard._util.errors import ShardingError
 from fshard.layout.mesh import Mesh
 from fshard.program.cost.link_groups import Extent, exchange_link, gather_link, shift_link
 from fshard.program.cost.links import Link, Partners, Torus
+from fshard.program.cost.model import step_link, step_parts
 from fshard.program.cost.topology import Topology
+from fshard.program.infer import infer
 
 HOP = Link(1e-6, 1.0)
 
@@ -70,16 +72,17 @@ def test_shifts_are_as_slow_as_the_busiest_link(n: int, sides: tuple[int, ...]) 
         ways = paths(a, (a + side) % n, n, True)
         for key in ways[0] if side > 0 else ways[-1]:
             load[key] = load.get(key, 0.0) + 1
-    link = shift_link(HOP, Extent(n, 1, True), Partners(sides, tuple(-x for x in sides)))
+    sends, receives = (tuple(((sign * x,), 1) for x in sides) for sign in (1, -1))
+    link = shift_link(HOP, [Extent(n, 1, True)], Partners(sends, receives))
     if n > 2 * max(sides):  # else both ways are as long
         assert len(sides) / link.bandwidth == pytest.approx(max(load.values()))
         assert link.latency == pytest.approx(max(map(abs, sides)) * HOP.latency)
 
 
 def test_rings_of_messages_on_a_row_wait_for_the_one_through_it() -> None:
-    next_rank = Partners((1,), (3,))
-    assert shift_link(HOP, Extent(4, 1, False), next_rank) == Link(3e-6, 1.0)
-    assert shift_link(HOP, Extent(4, 2, True), next_rank) == Link(2e-6, 0.5)
+    next_rank = Partners((((1,), 1),), (((3,), 1),))
+    assert shift_link(HOP, [Extent(4, 1, False)], next_rank) == Link(3e-6, 1.0)
+    assert shift_link(HOP, [Extent(4, 2, True)], next_rank) == Link(2e-6, 0.5)
 
 
 def test_halos_go_to_neighbours_alone() -> None:
@@ -89,6 +92,42 @@ def test_halos_go_to_neighbours_alone() -> None:
     program = fs.Program(src, (fs.HaloExchange((windows,), "zeros"),), topology=pod)
     copies = 4096 * (1024 + 128) * 2 / pod.memory
     assert program.cost().time == pytest.approx(1e-6 + 64 * 4096 / 9e10 + copies)
+
+
+def halo(axis_size: int, shard: int, width: int) -> tuple[tuple[int, int], ...]:
+    """Return the windows of even shards that are extended to both sides."""
+    size = axis_size * shard
+    return tuple(
+        (max(0, shard * i - width), min(size, shard * (i + 1) + width)) for i in range(axis_size)
+    )
+
+
+def test_halos_over_several_axes_go_to_neighbours_alone() -> None:
+    pod, mesh = Topology.tpu_v5p((4, 4, 16)), Mesh(a=4, b=4, c=16)
+    src = fs.Spec(mesh, fs.P("b", "c"), shape=(4 * 128, 16 * 512))
+    program = fs.Program(src, (fs.HaloExchange((halo(4, 128, 2), halo(16, 512, 1)), "zeros"),),
+                         topology=pod)  # fmt: skip
+    # Two rows of 514 elements, corners included, cross the links along b, and 132 those along c.
+    rows = 4 * 2 * (512 + 2) / 9e10
+    parts = step_parts(pod, program.steps[0], program.src, program.dst)
+    assert parts.startup == pytest.approx(2e-6)  # a corner is two links away
+    assert parts.wire == pytest.approx(rows)
+    # Along merged axes the neighbour of a last rank is one further along the major axis.
+    line = fs.Spec(mesh, fs.P(("b", "c")), shape=(64 * 1024,))
+    step = fs.HaloExchange((halo(64, 1024, 8),), "zeros")
+    link = step_link(pod, step, line, infer(step, line))
+    assert (link.latency, link.bandwidth) == pytest.approx((2e-6, 2 * 9e10))
+
+
+def test_rings_over_two_axes_send_one_message() -> None:
+    pod, mesh = Topology.tpu_v5p((4, 4, 16)), Mesh(a=4, b=4, c=16)
+    ring = [(i, (i + 1) % 64) for i in range(64)]
+    spec = fs.P(("b", "c"))
+    shift = fs.shard_map(lambda x: fs.ppermute(x, ("b", "c"), ring), mesh=mesh, in_specs=spec,
+                         out_specs=spec)  # fmt: skip
+    part = fs.partition(shift, mesh=mesh, in_specs=spec)
+    (event,) = part.trace(torch.empty(64 * 1024, device="meta")).roofline(pod).events
+    assert event.time == pytest.approx(2e-6 + 1024 * 4 / 9e10)
 
 
 @pytest.mark.parametrize("n", range(2, 17))
