@@ -8,6 +8,7 @@ took over a second. Every question is asked once: nothing is cached before.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -55,9 +56,20 @@ def questions_of_programs(mesh: Mesh) -> Iterator[Asked]:
         plan = partial(fs.redistribute, src, dst, topology=topology)
         yield f"redistribute {name}", plan
         prog = plan()
+        limit = prog.cost().peak_memory - 1
+        yield f"limit {name}", partial(within, plan, max_memory=limit)
+        yield f"refuse {name}", partial(within, plan, max_memory=1)
         yield f"transpose {name}", partial(transposed, prog)
         yield f"explain {name}", partial(explained, prog)
         yield f"visualize program {name}", partial(drawn, prog)
+
+
+def within(question: Callable[..., object], *args: Any, **options: Any) -> object:
+    """Return the answer within a limit, or the error that refuses it."""
+    try:
+        return question(*args, **options)
+    except fs.ShardingError as error:
+        return error
 
 
 def transposed(prog: fs.Program) -> fs.Cost:
@@ -91,7 +103,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def calls(mesh: Mesh) -> Iterator[tuple[str, Callable[[], Any]]]:
+def calls(mesh: Mesh, **options: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yield functions that partition and trace a block, attention and a convolution."""
     first, last, axes = mesh.axes[0], mesh.axes[-1], mesh.axes
     empty = lambda *shape: torch.empty(shape, device="meta", requires_grad=True)  # noqa: E731
@@ -100,16 +112,20 @@ def calls(mesh: Mesh) -> Iterator[tuple[str, Callable[[], Any]]]:
     few = first if mesh.shape[first] <= WIDTH else None
     layouts_ = {"up": P(None, few), "down": P(few)}
     outs = layouts_["up"], layouts_["down"]
-    sharded = fs.partition(step, mesh=mesh, params=layouts_, in_specs=P(axes), out_specs=outs)
+    sharded = fs.partition(step, mesh=mesh, params=layouts_, in_specs=P(axes), out_specs=outs,
+                           **options)  # fmt: skip
     yield "training step", lambda: sharded.trace(params, x)
     q = empty(256, 16, 4096, 64)
     spec = P(first if mesh.shape[first] <= 256 else None, None,
              last if mesh.shape[last] <= 4096 else None)  # fmt: skip
-    attend = fs.partition(attention, mesh=mesh, in_specs=(spec,) * 3)
+    attend = fs.partition(attention, mesh=mesh, in_specs=(spec,) * 3, **options)
     yield "attention", lambda: attend.trace(q, q, q)
     image, kernel = torch.empty(4, 3, 1 << 18, 256, device="meta"), empty(8, 3, 3, 3)
     conv = fs.partition(
-        lambda a, b: F.conv2d(a, b, padding=1), mesh=mesh, in_specs=(P(None, None, first), P())
+        lambda a, b: F.conv2d(a, b, padding=1),
+        mesh=mesh,
+        in_specs=(P(None, None, first), P()),
+        **options,
     )
     yield "convolution", lambda: conv.trace(image, kernel)
 
@@ -125,6 +141,11 @@ def questions_of_steps(mesh: Mesh) -> Iterator[Asked]:
             yield f"roofline {name}", partial(shown, roofline)
             yield f"visualize {name}", partial(drawn, roofline)
         yield f"memory {name}", partial(drawn, call.memory())
+    for name, trace in calls(mesh, memory=10**5):
+        yield f"refuse {name}", partial(within, trace)
+    for (src, dst), op in itertools.product(layouts(mesh), (torch.relu, torch.add)):
+        operands = (src, dst)[: 1 + (op is torch.add)]
+        yield f"propagate {op.__name__} {src.partition}", partial(fs.propagate, op, *operands)
 
 
 def questions(mesh: Mesh) -> Iterator[Asked]:

@@ -159,9 +159,9 @@ class ExchangeEdges:
             if target == layout or not _can_exchange(layout.reduced, target):
                 continue
             make_step = partial(exchange_to, target)
-            moved, copies = None, (packed + unpacked,)
-            if exchange_copies_twice(layout.dims, target.dims, adds=reduced_ranks > 1):
-                copies = packed, unpacked
+            moved, copies = None, (packed, unpacked)
+            if not exchange_copies_twice(layout.dims, target.dims, adds=reduced_ranks > 1):
+                copies = packed + unpacked, 0
             even = problem.is_even_along(layout, target)
             converted = problem.converted_axes(layout, target)
             if even:
