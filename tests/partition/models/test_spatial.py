@@ -129,7 +129,7 @@ def test_pixels_of_two_sharded_dims_stay_sharded_when_they_are_flattened(sizes: 
     rows = (4, 4, 3, 2) if sizes else (4, 3, 3, 3)
     assert tokens.out_specs[0].shard_sizes(2) == tuple(12 * n for n in rows)
     # Attention gathers keys and values; that is all that is gathered.
-    assert sent_by(call).keys() == {"HaloExchange", "Exchange", "AllReduce", "AllGather"}
+    assert sent_by(call).keys() == {"HaloExchange", "AllToAll", "AllReduce", "AllGather"}
     assert sent_by(call)["AllGather"] == 2
 
 
