@@ -61,7 +61,11 @@ def state_dictionaries(module: torch.nn.Module) -> list[dict[str, Any]]:
     """Return the dictionaries of a module's children, tensors and hooks, and of global hooks."""
     attributes = vars(module)
     own = [attributes[name] for name in (*CHILDREN, *HOOKS) if name in attributes]
-    return own + [getattr(all_modules, f"_global{name}") for name in HOOKS]
+    return own + _global_hooks()
+
+
+def _global_hooks() -> list[dict[Any, Any]]:
+    return [getattr(all_modules, f"_global{name}") for name in HOOKS]
 
 
 _CALLS: list[Any] = []
@@ -88,6 +92,28 @@ def calls_by(call: Callable[..., Any]) -> Iterator[None]:
             _CALLS.pop()
             if not _CALLS:
                 nn.Module._call_impl = original  # type: ignore[method-assign]
+
+
+TRACKERS = ("ModTracker", "ModuleTracker")
+"""Classes whose global hooks record which module runs, as for `CommDebugMode`."""
+
+
+@contextmanager
+def without_module_trackers() -> Iterator[None]:
+    """Call no hooks of PyTorch's module trackers in the block: they add hooks to modules."""
+    tracked = [
+        (hooks, key, hook)
+        for hooks in _global_hooks()
+        for key, hook in hooks.items()
+        if any(x.__name__ in TRACKERS for x in type(getattr(hook, "__self__", None)).__mro__)
+    ]
+    for hooks, key, _ in tracked:
+        del hooks[key]
+    try:
+        yield
+    finally:
+        for hooks, key, hook in tracked:
+            hooks[key] = hook
 
 
 def recomputed_weights(objects: Iterable[Any]) -> list[tuple[dict[str, Any], str, Any]]:

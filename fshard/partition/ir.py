@@ -403,8 +403,8 @@ def keep_gradients_of(lines: Sequence[Line], outputs: Sequence[int]) -> list[Lin
 def with_modules(lines: Sequence[Line]) -> list[Line]:
     """Return the lines, in which redistributions have the modules of operations.
 
-    It is that of the first operation that uses the result, else that of the one before. Views are
-    passed over.
+    A redistribution has the module of the first operation that uses its result, else that of the
+    operation that computed the value. Views are passed over.
     """
     made: dict[int, str] = {}
     used: dict[int, str] = {}

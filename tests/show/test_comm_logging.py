@@ -8,8 +8,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import fshard as fs
+from fshard.run.transports.base import observe
+from fshard.run.transports.running_modules import as_in_module
+from fshard.show.comm import comm_logging
 from fshard.show.comm.comm_logging import configure_logs
 
 SCRIPT = """
@@ -46,3 +50,10 @@ def test_plans_are_logged_where_their_logger_is_enabled(caplog: pytest.LogCaptur
         fs.redistribute(src, src.replace(partition=fs.P()))  # from the cache
     assert len(caplog.records) == 1
     assert "f32[1994@x] -> f32[1994]" in caplog.records[0].getMessage()
+
+
+def test_collectives_are_logged_with_their_modules(caplog: pytest.LogCaptureFixture) -> None:
+    pair = fs.shard(torch.ones(4), fs.Mesh(x=2), fs.P("x"))
+    with caplog.at_level(logging.DEBUG, logger="fshard.comm"), observe(comm_logging._log):
+        as_in_module("Net.up", fs.reshard, pair, fs.P())
+    assert ", all_gather(x, dim 0)) in Net.up at " in caplog.records[0].getMessage()

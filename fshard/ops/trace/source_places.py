@@ -13,6 +13,7 @@ from torch import fx
 from torch.fx import traceback
 
 from fshard._torch.autograd_state import graph_task_id
+from fshard._torch.module_state import without_module_trackers
 from fshard.layout.tree import tensors_in
 from fshard.run.transports.divergence_report import place_of, position_text
 from fshard.run.transports.running_modules import MODULES, current_module, recorded_modules
@@ -25,10 +26,13 @@ BOUNDARY = "fshard.ops.trace.trace"
 
 @contextmanager
 def recorded_places() -> Iterator[None]:
-    """Give the nodes of the block the place and the module that `note_place` has set last."""
+    """Give the nodes of the block the place and the module that `note_place` has set last.
+
+    Modules do not run for PyTorch's own trackers then.
+    """
     token = MODULES.set(())
     try:
-        with traceback.preserve_node_meta(), recorded_modules():
+        with traceback.preserve_node_meta(), without_module_trackers(), recorded_modules():
             yield
     finally:
         MODULES.reset(token)

@@ -41,11 +41,12 @@ def configure_logs(variable: str) -> None:
 
 def _log(call: ObservedCall) -> None:
     origin = origin_of(call)
+    module = f" in {origin.module}" if origin.module else ""
     for event in call.events:
         COMM_LOGGER.debug(
-            "rank %s: %s over %s, %s sent, %s, %s at %s", event.rank, event.op,
+            "rank %s: %s over %s, %s sent, %s, %s%s at %s", event.rank, event.op,
             ", ".join(event.axes) or "(between meshes)", bytes_text(event.nbytes), event.phase,
-            origin.call, origin.line,
+            origin.call, module, origin.line,
         )  # fmt: skip
 
 

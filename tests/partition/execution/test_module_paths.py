@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
@@ -157,6 +158,14 @@ def test_mapped_functions_and_custom_gradients_have_modules() -> None:
         part({}, torch.ones(4, 4, requires_grad=True)).sum().backward()
     assert ("Sequential.1", "all_reduce", "tp") in modules_of(log, "forward")
     assert ("Sequential.0", "all_reduce", "dp") in modules_of(log, "backward")
+
+
+def test_traces_call_no_trackers_of_modules() -> None:
+    """That of `CommDebugMode` adds hooks to modules, also of gradients, which no trace has."""
+    net = Net()
+    with CommDebugMode():
+        partitioned(partial(loss_of, net))(dict(net.named_parameters()), torch.ones(4, 4))
+    assert not any(module._forward_hooks for module in net.modules())
 
 
 def test_table_of_modules_has_all_times_and_folds_equal_layers() -> None:
