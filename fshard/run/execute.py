@@ -37,6 +37,7 @@ from fshard.run.transports.agreement import compare_once, comparing_world
 from fshard.run.transports.base import (
     LABEL,
     Group,
+    Label,
     Transport,
     check_device,
     current_rank,
@@ -219,11 +220,11 @@ def communication(*progs: Program, rank: int) -> tuple[Group, str]:
     return mesh.group(rank, tuple(axis for axis in mesh.axes if axis in axes)), text
 
 
-def _compare_layouts(prog: Program, rank: int) -> None:
+def compare_layouts(label: Label, progs: Sequence[Program], rank: int) -> None:
     """Raise `ShardingError` if ranks of a collective run other programs; see `compare_once`."""
     world = comparing_world()
-    if world is not None and rank in ranks_of(prog):
-        compare_once(world, program_label(prog), *communication(prog, rank=rank))
+    if world is not None and rank in label.mesh:
+        compare_once(world, label, *communication(*progs, rank=rank))
 
 
 def _run_local(prog: Program, local: torch.Tensor, async_op: bool) -> Any:
@@ -242,7 +243,7 @@ def _run_local(prog: Program, local: torch.Tensor, async_op: bool) -> Any:
     if not (valid and transport.accepts(local.device)):
         check_local_input(prog, local, transport, where)
     if not is_abstract(local):
-        _compare_layouts(prog, transport.rank)
+        compare_layouts(label, (prog,), transport.rank)
     label = deferred_label(label) if async_op else label
     needs_grad = local.requires_grad and torch.is_grad_enabled()
     if async_op and local.requires_grad and not prog.is_linear:
@@ -313,14 +314,14 @@ def _recording_of(prog: Program, local: torch.Tensor) -> Recording | None:
 def _record(
     prog: Program, local: torch.Tensor, transport: Transport, needs_grad: bool
 ) -> Recording | None:
-    where = program_label(prog).name
-    check_local_input(prog, local, transport, where)
+    label = program_label(prog)
+    check_local_input(prog, local, transport, label.name)
     if transport.rank not in prog.src.mesh or (needs_grad and not prog.is_linear):
         return None
-    _compare_layouts(prog, transport.rank)
+    compare_layouts(label, (prog,), transport.rank)
     forward, backward = _runner(prog), _runner(prog.T) if needs_grad else _runner(prog)
     like = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta")
-    recorded = record(forward, backward, like, program_label(prog))
+    recorded = record(forward, backward, like, label)
     if needs_grad and recorded and record(backward, forward, recorded.out) is None:
         return None
     return recorded

@@ -30,6 +30,7 @@ from fshard.run.execute import (
     Pending,
     check_local_input,
     check_shards,
+    compare_layouts,
     current_tracker_hook,
     empty_local,
 )
@@ -43,6 +44,7 @@ from fshard.run.transports.base import (
     with_label,
 )
 from fshard.run.transports.divergence_report import deferred_label
+from fshard.run.transports.shape_only import is_abstract
 
 WHERE = "the batch"
 LeafTensors = list[Tensors]
@@ -88,6 +90,8 @@ def _launch_local(
     ]
     locals_ = tuple(map_leaves(WHERE, names, checks))
     label = Label(WHERE, op.mesh, arguments=program_text(*op.progs))
+    if not any(map(is_abstract, locals_)):
+        compare_layouts(label, op.progs, transport.rank)
     label = deferred_label(label) if async_op else label
 
     def run(xs: Tensors) -> FinishAll:

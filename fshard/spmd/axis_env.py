@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from fshard._torch.autograd_state import at_end_of_backward, graph_task_id
+from fshard._torch.autograd_state import at_end_of_backward, current_node, graph_task_id
 from fshard._util.errors import Problem, fail, raise_if
 from fshard.layout.mesh import Axes, Mesh, as_axes, as_mesh
 from fshard.run.execute import Pending, current_tracker_hook
@@ -109,8 +109,29 @@ GRAPH_AXES: list[tuple[Mesh, frozenset[str]] | None] = [None]
 """Mesh and axes bound in this process as a rank, in a place where `torch.compile` guards on it."""
 
 
+_AXES = "fshard_axes"
+"""Key, in the metadata of a node of autograd, of the axes that its backward has used."""
+
+
 def current_axes() -> BoundAxes | None:
     """Return the axes that the innermost running `shard_map` has bound, or None.
+
+    A second backward pass, which may enter a call at any node, finds those of the first one there.
+    """
+    bound = _BOUND.get()
+    if bound is not None and bound.backward_task is None:
+        return bound
+    node = current_node() if graph_task_id() != -1 else None
+    if node is None:
+        return _bound_axes()
+    known: BoundAxes | None = node.metadata.get(_AXES)
+    if known is None and (known := _bound_axes()) is not None:
+        node.metadata[_AXES] = known
+    return known
+
+
+def _bound_axes() -> BoundAxes | None:
+    """Return the axes that are bound last; those of a backward pass only until it is over.
 
     A backward pass may run others in it, whose ids are larger: reentrant checkpoints do.
     """
@@ -138,11 +159,12 @@ def bind_for_backward(
     def bind(_: object) -> None:
         again = BoundAxes(mesh, axes, uneven)
         again.outer_axes = outer_axes
-        again.outer, again.backward_task = current_axes(), graph_task_id()
+        again.outer, again.backward_task = _bound_axes(), graph_task_id()
         while again.outer is not None and again.outer.backward_task == again.backward_task:
             again.outer = again.outer.outer
         at_end_of_backward(again.end_backward)
         _BOUND.set(again)
+        current_node().metadata[_AXES] = again
 
     for node in {y.grad_fn for y in ys if y.grad_fn is not None}:
         node.register_prehook(bind)

@@ -338,6 +338,12 @@ def edges_in_graph(ys: Iterable[torch.Tensor], xs: Collection[torch.Tensor]) -> 
     return [leaves.get(id(x)) if x.grad_fn is None else edge_of(x) for x in xs]
 
 
+def depends_on(y: torch.Tensor, xs: Iterable[torch.Tensor]) -> bool:
+    """Return True if a result depends on one of `xs` in autograd's graph."""
+    stops = {edge_of(x) for x in xs if x.requires_grad}
+    return y.requires_grad and not stops.isdisjoint(_find_ends([edge_of(y)], stops))
+
+
 def next_edges(edge: Edge) -> list[Edge]:
     """Return the edges to which a node passes cotangents."""
     return [following for following in edge[0].next_functions if following[0] is not None]

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from itertools import chain, islice
+from itertools import chain, compress, islice
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -39,6 +40,7 @@ from fshard.spmd.axis_env import BoundAxes, bind_for_backward
 from fshard.spmd.closure_inputs import (
     GradientHook,
     check_backwards,
+    depends_on,
     find_closure_inputs,
     find_rank_leaves,
     find_transformed_closures,
@@ -51,6 +53,7 @@ from fshard.spmd.mesh_scope import Scope
 from fshard.spmd.rank_calls import Batches, Locals, RankCall, RankFunction, RecordedCall
 
 T = TypeVar("T")
+requires_grad: Callable[[torch.Tensor], bool] = attrgetter("requires_grad")
 Slots = tuple[GlobalInput | None, ...]
 """Places of tensors at a node: one global tensor each, or (None) the shards of all ranks."""
 
@@ -284,6 +287,20 @@ def _evaluate(call: RankCall, ends: Ends, flat: Locals, *, record: bool) -> Loca
     )
 
 
+def _dependence(call: RankCall, ends: Ends, flat: Locals) -> Callable[[torch.Tensor], bool]:
+    """Return the function that is True for results that depend on an input that requires grad.
+
+    All last inputs of a derived call require grad in its graphs.
+    """
+    if not isinstance(call, DerivedCall):
+        return requires_grad
+    assert call.graphs is not None
+    columns = _columns(ends.inputs, flat, len(call.graphs))
+    needed = [any(map(requires_grad, column)) for column in columns]
+    inputs = [x for xs, _ in call.graphs for x in compress(xs, needed)]
+    return lambda y: depends_on(y, inputs)
+
+
 def _apply(call: RankCall, ends: Ends, flat: Locals) -> Locals:
     """Return the flat results of a call on every rank, differentiably."""
     if not (is_transformed() or is_differentiated(*flat)):
@@ -320,8 +337,9 @@ class _RankNode(torch.autograd.Function):
         if call.graphs is not None and not is_transformed():
             recorded = list(zip(*(ys for _, ys in call.graphs), strict=True))
             columns = _columns(ends.output_slots(len(recorded)), output, len(call.graphs))
+            depends = _dependence(call, ends, flat)
             pairs = zip(columns, recorded, strict=True)
-            fixed = [column for column, ys in pairs if not any(y.requires_grad for y in ys)]
+            fixed = [column for column, ys in pairs if not any(map(depends, ys))]
             ctx.mark_non_differentiable(*chain.from_iterable(fixed))
 
     @staticmethod

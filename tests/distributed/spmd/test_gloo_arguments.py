@@ -158,8 +158,41 @@ def second_derivative(as_pair: bool) -> Any:
         return str(error).partition(":")[0]
 
 
+class SummedGradient(torch.autograd.Function):
+    """The identity, with the gradient of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return fs.psum(grad, "x")
+
+
+def second_derivative_of_sums() -> Any:
+    x, w = torch.arange(1.0, 5), torch.arange(1.0, 3).requires_grad_()
+    body = lambda x, w: SummedGradient.apply(w) ** 3 * x  # type: ignore[no-untyped-call]  # noqa: E731
+    f = fs.shard_map(body, mesh=MESH, in_specs=(P("x"), P()), out_specs=P("x"), check=False)
+    (grad,) = torch.autograd.grad(f(x, w).sum(), w, create_graph=True)
+    return torch.autograd.grad(grad.sum(), w)[0].tolist()
+
+
+def gradients_that_require_grad() -> list[bool]:
+    """Return whether they do for a linear and a square result, and for a cotangent that does."""
+    x, ct = torch.arange(1.0, 5).requires_grad_(), torch.ones(4).requires_grad_()
+    linear, square = (
+        fs.shard_map(fn, mesh=MESH, in_specs=P("x"), out_specs=P("x"))(x)
+        for fn in (lambda x: fs.psum(x, "x") - x, torch.square)
+    )
+    grads = [torch.autograd.grad(y, x, c, create_graph=True, retain_graph=True)
+             for y, c in ((linear, ct.detach()), (square, ct.detach()), (linear, ct))]  # fmt: skip
+    return [grad.requires_grad for (grad,) in grads]
+
+
 def second_derivatives() -> list[Any]:
-    return [second_derivative(as_pair) for as_pair in (False, True)]
+    results = [second_derivative(as_pair) for as_pair in (False, True)]
+    return [*results, second_derivative_of_sums(), gradients_that_require_grad()]
 
 
 def second_derivatives_of_rank() -> list[Any]:
@@ -167,10 +200,10 @@ def second_derivatives_of_rank() -> list[Any]:
     return second_derivatives()
 
 
-def test_second_derivative_after_the_argument_was_written() -> None:
-    """Ranks have copies of a global tensor; a pair's local is the caller's."""
+def test_second_derivatives_on_both_transports() -> None:
+    """Ranks have copies of a global tensor, which may be written; a pair's local is the caller's."""
     refused = ("one of the variables needed for gradient computation has been modified by an "
                "inplace operation")  # fmt: skip
-    expected = [[6.0, 12.0, 18.0, 24.0], refused]
+    expected = [[6.0, 12.0, 18.0, 24.0], refused, [24.0, 72.0], [False, True, True]]
     assert second_derivatives() == expected
     assert run_ranks(2, second_derivatives_of_rank) == [expected] * 2

@@ -25,6 +25,12 @@ def reshards(rows: int) -> None:
     fs.reshard(fs.shard(torch.ones(rows, 4), MESH, P("x")), P(None, "x"))
 
 
+def reshards_tree(rows: int) -> None:
+    specs = [fs.Spec(MESH, P("x"), shape=(n, 4)) for n in (4, rows)]
+    batch = fs.redistribute(specs, [spec.replace(partition=P()) for spec in specs])
+    batch([torch.ones(spec.local_shape(0)) for spec in specs])
+
+
 def gathers_result_of_map(rows: int) -> None:
     fs.shard_map(torch.sin, mesh=MESH, in_specs=P("x"), out_specs=P("x"))(torch.ones(rows, 4))
 
@@ -41,7 +47,7 @@ def sums_in_uneven_body(rows: int) -> None:
     f((torch.ones(spec.local_shape(dist.get_rank())), spec))
 
 
-FUNCTIONS = gathers, reshards, gathers_result_of_map, gathers_in_partition
+FUNCTIONS = gathers, reshards, reshards_tree, gathers_result_of_map, gathers_in_partition
 
 
 def error_of(function: Callable[[int], None], rows: int) -> str:
