@@ -12,8 +12,10 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import lru_cache
 from weakref import WeakKeyDictionary
 
+import torch
 from torch.distributed import DistStoreError
 
 from fshard._util.cache import CACHE_SIZE
@@ -71,6 +73,19 @@ def compare_once(world: ProcessWorld, label: Label, group: Group, call: str) -> 
     if len(compared.calls) >= CACHE_SIZE:  # at the same call on every rank
         compared.calls.clear()
     compared.calls.add(call)
+
+
+def compare_shapes(label: Label, axes: tuple[str, ...], dtype: torch.dtype) -> None:
+    """Raise `ShardingError` on all ranks along axes if their calls have other shapes or dtypes."""
+    world = comparing_world()
+    if world is not None and world.rank in label.mesh:
+        compare_once(world, label, label.mesh.group(world.rank, axes), _text(label, axes, dtype))
+
+
+@lru_cache(maxsize=CACHE_SIZE)
+def _text(label: Label, axes: tuple[str, ...], dtype: torch.dtype) -> str:
+    shapes = ", ".join(str(tuple(shape)) for shape in label.shapes)
+    return f"{label.name}{label.arguments} over {', '.join(axes)}: {dtype} of {shapes}"
 
 
 def _compare(world: ProcessWorld, mesh: Mesh, group: Group, number: int, own: str) -> None:

@@ -40,7 +40,7 @@ from fshard.run.autograd.linear_function import (
 from fshard.run.autograd.replay import replay
 from fshard.run.capture import Recording, Recordings, record
 from fshard.run.graphs.blocks import block_shape
-from fshard.run.transports.agreement import compare_once, comparing_world
+from fshard.run.transports.agreement import compare_shapes
 from fshard.run.transports.base import (
     Label,
     Transport,
@@ -270,10 +270,8 @@ def _launch_transfers(
     name = plan.name
     label = _label(plan, op, xs)
     label = deferred_label(label) if ahead else label
-    bound, signature = current_axes(), plan.signature
-    uneven = frozenset[str]() if bound is None else bound.uneven
-    if signature.cast_to is None and not uneven.isdisjoint(signature.axes):
-        _compare_shapes(label, signature.axes, xs)
+    if plan.signature.cast_to is None and not any(map(is_abstract, xs)):
+        compare_shapes(label, plan.signature.axes, xs[0].dtype)
     needs_grad = torch.is_grad_enabled() and any(map(requires_grad, xs))
     if not needs_grad and not is_transformed():
         with labelled(label):
@@ -365,6 +363,8 @@ def _capture(
         return None
     forward: TensorFunction = lambda x: launch_collective(plan, x)()  # noqa: E731
     label, transpose = _label(plan, op, (transfer.x,)), _transposed(plan, like, transport)
+    if plan.signature.cast_to is None:
+        compare_shapes(label, plan.signature.axes, transfer.x.dtype)
     recorded = record(forward, transpose, like.detach(), label)
     return None if recorded is None or (needs_grad and not recorded.is_linear) else recorded
 
@@ -394,19 +394,6 @@ def _transposed(plan: CollectivePlan, like: torch.Tensor, transport: Transport) 
 
 
 # -- checks of operands -----------------------------------------------------------------------
-
-
-def _compare_shapes(label: Label, axes: tuple[str, ...], xs: Sequence[torch.Tensor]) -> None:
-    """Raise `ShardingError` on all ranks along axes if a process calls with another shape.
-
-    Shards along the axes have different sizes, and backends compare none.
-    """
-    world = comparing_world()
-    if world is None or world.rank not in label.mesh or any(map(is_abstract, xs)):
-        return
-    shapes = ", ".join(str(tuple(shape)) for shape in label.shapes)
-    call = f"{label.name}{label.arguments} over {', '.join(axes)}: {xs[0].dtype} of {shapes}"
-    compare_once(world, label, label.mesh.group(world.rank, axes), call)
 
 
 def require_tensor(value: Any, where: str) -> torch.Tensor:

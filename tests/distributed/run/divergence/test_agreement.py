@@ -40,6 +40,18 @@ def gathers_in_partition(rows: int) -> None:
     part(fs.shard(torch.ones(rows, 4), MESH, P("x")))
 
 
+def sums_in_body(rows: int) -> None:
+    body = lambda x: fs.psum(x, "x")  # noqa: E731
+    f = fs.shard_map(body, mesh=MESH, in_specs=P("x"), out_specs=P("x"), check=False)
+    f(torch.ones(rows, 4))
+
+
+def multiplies_in_body(rows: int) -> None:
+    f = fs.shard_map(lambda x: fs.all_gather_matmul(x, torch.ones(4, 4), "x"), mesh=MESH,
+                     in_specs=P("x"), out_specs=P("x"), check=False)  # fmt: skip
+    f(torch.ones(rows, 4))
+
+
 def sums_in_uneven_body(rows: int) -> None:
     spec = fs.Spec(MESH, P("x"), shape=(4,), sizes={0: (1, 3)})
     f = fs.shard_map(lambda x: fs.psum(torch.ones(rows), "x"), mesh=MESH, in_specs=P("x"),
@@ -47,7 +59,8 @@ def sums_in_uneven_body(rows: int) -> None:
     f((torch.ones(spec.local_shape(dist.get_rank())), spec))
 
 
-FUNCTIONS = gathers, reshards, reshards_tree, gathers_result_of_map, gathers_in_partition
+LAYOUTS = gathers, reshards, reshards_tree, gathers_result_of_map, gathers_in_partition
+SHAPES = sums_in_body, sums_in_body, multiplies_in_body
 
 
 def error_of(function: Callable[[int], None], rows: int) -> str:
@@ -58,18 +71,19 @@ def error_of(function: Callable[[int], None], rows: int) -> str:
 
 def errors_of_rank() -> list[str]:
     fs.init(MESH)
-    return [error_of(function, 4 + 4 * dist.get_rank()) for function in FUNCTIONS]
+    return [error_of(function, 4 + 4 * dist.get_rank()) for function in LAYOUTS + SHAPES]
 
 
 def test_different_global_shapes_are_refused_on_every_rank() -> None:
     first, second = run_ranks(2, errors_of_rank)
-    for texts in zip(first, second, strict=True):
+    for function, *texts in zip(LAYOUTS + SHAPES, first, second, strict=True):
         for text in texts:
             head, *lines, _, _ = text.split("\n")
             assert head == "ranks of the group (0, 1) call different collectives"
             for rank, line in enumerate(lines):
                 assert line.startswith(f"  rank {rank} (x={rank}): ")
-                assert f"f32[{4 + 4 * rank}@x,4]" in line
+                shape = f"({2 + 2 * rank}, 4)" if function in SHAPES else f"f32[{4 + 4 * rank}@x,4]"
+                assert shape in line
                 assert f" at {__file__}:" in line
 
 
