@@ -353,6 +353,8 @@ class PartitionedCall:
         rank = rank_on_mesh(self.mesh, WHERE) if on_rank else None
         key = "code", rank, is_observed()
         if key not in self._remat:
+            if rank is not None:
+                self._compare_layouts(rank)
             abstract = self._abstract
             self._remat[key] = RematerializedLines(
                 self.remat_plan, abstract.lines, abstract.inputs, abstract.outputs, self.names,
@@ -371,13 +373,17 @@ class PartitionedCall:
         """Return the code of a rank, a function of its locals and the numbers."""
         key = rank, is_observed()
         if key not in self._functions:
-            world = comparing_world()
-            if world is not None and self.programs:
-                group, _ = communication(*self.programs, rank=rank)
-                call = f"{WHERE} of {', '.join(map(str, self.in_specs))}"
-                compare_once(world, label_of(WHERE, self.mesh), group, call)
+            self._compare_layouts(rank)
             self._functions[key] = run_lines.compile_graph(self.graph(rank), key[1])
         return self._functions[key]
+
+    def _compare_layouts(self, rank: int) -> None:
+        """Raise `ShardingError` if ranks call it on other layouts; see `compare_once`."""
+        world = comparing_world()
+        if world is not None and self.programs:
+            group, _ = communication(*self.programs, rank=rank)
+            call = f"{WHERE} of {', '.join(map(str, self.in_specs))}"
+            compare_once(world, label_of(WHERE, self.mesh), group, call)
 
     def _all_ranks(self) -> Simulation:
         """Return the function of all ranks' locals: of one rank alone its code."""

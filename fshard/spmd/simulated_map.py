@@ -32,6 +32,7 @@ from fshard._torch.legacy_vmap import map_batch_elements
 from fshard._torch.memory import own_memory, unaliased_all
 from fshard._torch.saved_tensors import innermost_hooks
 from fshard._util.dtypes import is_inexact
+from fshard._util.errors import fail
 from fshard._util.tracebacks import hiding_frames
 from fshard.run.autograd.linear_function import is_differentiated
 from fshard.run.autograd.replicate import GlobalInput
@@ -175,6 +176,11 @@ def _accumulate_gradients(call: RecordedCall, slots: Slots, flat: Locals) -> Non
         grads = [x.grad for x in ends]
         if all(g is None for g in grads):
             continue
+        if any(g is not None and g.requires_grad for g in grads):
+            fail("shard_map", "backward(create_graph=True) in a body, down to an argument",
+                 "a simulation passes no graphs to the gradients of the caller's tensors",
+                 "torch.autograd.grad(..., create_graph=True) in the body, and the gradients as "
+                 "results")  # fmt: skip
         if slot is None:
             pairs = [(x, g) for x, g in zip(xs, grads, strict=True) if x.requires_grad]
         else:

@@ -405,3 +405,13 @@ def test_results_are_trees_of_registered_classes(check: bool) -> None:
     with pytest.raises(ShardingError, match="given: result is a Total, with tensors in it"):
         call(lambda total: total)
     assert call(vars) == {"value": torch.tensor([2.0]), "count": 3}
+
+
+def test_gradients_with_a_graph_at_arguments() -> None:
+    def body(x: torch.Tensor) -> torch.Tensor:
+        (x**3).sum().backward(create_graph=True)
+        return x
+
+    mapped = fs.shard_map(body, mesh=Mesh(x=2), in_specs=P("x"), out_specs=P("x"), check=False)
+    with pytest.raises(ShardingError, match=r"backward\(create_graph=True\) in a body, down to"):
+        mapped(torch.ones(4, requires_grad=True))

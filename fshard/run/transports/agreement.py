@@ -109,8 +109,8 @@ def _compare(world: ProcessWorld, mesh: Mesh, group: Group, number: int, own: st
         if time.monotonic() > limit or watch.ended(group):
             count = store.add(count_key, 0)
             head = f"{count} of the ranks {group} have come to a call that is new to them"
-            raise stranded(head, mesh, {world.rank: _position(own, group)},
-                           "the same shapes on every rank: drop or pad the last batch")  # fmt: skip
+            fix = "call it on every rank, with the same shapes: drop or pad the last batch"
+            raise stranded(head, mesh, {world.rank: _position(own, group)}, fix)
     if store.check([other_key]):
         texts = sorted((first, store.get(other_key).decode()), key=_rank)
         raise diverged(mesh, group, {_rank(text): _position(text) for text in texts})

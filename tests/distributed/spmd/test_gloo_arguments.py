@@ -201,7 +201,7 @@ def second_derivatives_of_rank() -> list[Any]:
 
 
 def test_second_derivatives_on_both_transports() -> None:
-    """Ranks have copies of a global tensor, which may be written; a pair's local is the caller's."""
+    """Ranks have copies of a global tensor; a pair's local is the caller's."""
     refused = ("one of the variables needed for gradient computation has been modified by an "
                "inplace operation")  # fmt: skip
     expected = [[6.0, 12.0, 18.0, 24.0], refused, [24.0, 72.0], [False, True, True]]

@@ -40,6 +40,12 @@ def gathers_in_partition(rows: int) -> None:
     part(fs.shard(torch.ones(rows, 4), MESH, P("x")))
 
 
+def recomputes_in_partition(rows: int) -> None:
+    fn = lambda x, w: (x @ w).sin().sum()  # noqa: E731
+    part = fs.partition(fn, mesh=MESH, in_specs=(P("x"), P("x")), remat="all")
+    part(torch.ones(rows, 4), torch.ones(4, 4).requires_grad_())
+
+
 def sums_in_body(rows: int) -> None:
     body = lambda x: fs.psum(x, "x")  # noqa: E731
     f = fs.shard_map(body, mesh=MESH, in_specs=P("x"), out_specs=P("x"), check=False)
@@ -59,7 +65,8 @@ def sums_in_uneven_body(rows: int) -> None:
     f((torch.ones(spec.local_shape(dist.get_rank())), spec))
 
 
-LAYOUTS = gathers, reshards, reshards_tree, gathers_result_of_map, gathers_in_partition
+LAYOUTS = (gathers, reshards, reshards_tree, gathers_result_of_map, gathers_in_partition,
+           recomputes_in_partition)  # fmt: skip
 SHAPES = sums_in_body, sums_in_body, multiplies_in_body
 
 

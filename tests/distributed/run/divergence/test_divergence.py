@@ -467,13 +467,14 @@ def test_replaced_process_groups() -> None:
 
 
 def late_without_a_check(x: torch.Tensor) -> torch.Tensor:
+    fs.psum(x, "x")  # the first call of a shape waits in the store
     if fs.axis_index("x") == 1:
         time.sleep(3.5)
         return x
     return fs.psum(x, "x")
 
 
-# The group has all ranks, or is made when they first come to it.
+# The group has all ranks, or some.
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_backend_timeout_names_the_collective(world: int) -> None:
     with closing(Ranks(world, init=False)) as ranks:
@@ -481,8 +482,8 @@ def test_backend_timeout_names_the_collective(world: int) -> None:
     assert second.error is None
     assert isinstance(first.error, ShardingError)
     head, value, *rest = str(first.error).split("\n")
-    assert head == (f"fs.psum over x: all_reduce among the ranks (0, 1) did not end "
-                    f"{line(late_without_a_check, 4)}")  # fmt: skip
+    assert head == (f"fs.psum over x: all_to_all among the ranks (0, 1) did not end "
+                    f"{line(late_without_a_check, 5)}")  # fmt: skip
     assert value.startswith("  given: ")
     assert "2000ms" in value
     rule, fix = rest
