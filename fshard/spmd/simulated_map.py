@@ -293,7 +293,9 @@ def _evaluate(call: RankCall, ends: Ends, flat: Locals, *, record: bool) -> Loca
     )
 
 
-def _dependence(call: RankCall, ends: Ends, flat: Locals) -> Callable[[torch.Tensor], bool]:
+def _dependence(
+    call: RankCall, ends: Ends, flat: Sequence[torch.Tensor]
+) -> Callable[[torch.Tensor], bool]:
     """Return the function that is True for results that depend on an input that requires grad.
 
     All last inputs of a derived call require grad in its graphs.

@@ -79,7 +79,8 @@ def compare_shapes(label: Label, axes: tuple[str, ...], dtype: torch.dtype) -> N
     """Raise `ShardingError` on all ranks along axes if their calls have other shapes or dtypes."""
     world = comparing_world()
     if world is not None and world.rank in label.mesh:
-        compare_once(world, label, label.mesh.group(world.rank, axes), _text(label, axes, dtype))
+        group = tuple(sorted(label.mesh.group(world.rank, axes)))  # in every order of the axes
+        compare_once(world, label, group, _text(label, axes, dtype))
 
 
 @lru_cache(maxsize=CACHE_SIZE)

@@ -100,12 +100,15 @@ class CollectivePlan:
         name: the public name.
         leaf: function from a leaf to its `Transfer`, or to its result at once.
         signature: types of the operands and results.
+        axes: axes of its mesh along which ranks must call it on equal shapes; () if it sends
+            nothing.
         arguments: the options that are not defaults, as text for errors.
     """
 
     name: str
     leaf: Callable[[Any], Any]
     signature: TypeSignature
+    axes: tuple[str, ...] = ()
     arguments: str = ""
 
 
@@ -270,8 +273,8 @@ def _launch_transfers(
     name = plan.name
     label = _label(plan, op, xs)
     label = deferred_label(label) if ahead else label
-    if plan.signature.cast_to is None and not any(map(is_abstract, xs)):
-        compare_shapes(label, plan.signature.axes, xs[0].dtype)
+    if not any(map(is_abstract, xs)):
+        compare_shapes(label, plan.axes, xs[0].dtype)
     needs_grad = torch.is_grad_enabled() and any(map(requires_grad, xs))
     if not needs_grad and not is_transformed():
         with labelled(label):
@@ -363,8 +366,7 @@ def _capture(
         return None
     forward: TensorFunction = lambda x: launch_collective(plan, x)()  # noqa: E731
     label, transpose = _label(plan, op, (transfer.x,)), _transposed(plan, like, transport)
-    if plan.signature.cast_to is None:
-        compare_shapes(label, plan.signature.axes, transfer.x.dtype)
+    compare_shapes(label, plan.axes, transfer.x.dtype)
     recorded = record(forward, transpose, like.detach(), label)
     return None if recorded is None or (needs_grad and not recorded.is_linear) else recorded
 

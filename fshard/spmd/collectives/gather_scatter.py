@@ -181,9 +181,8 @@ def all_gather(
         return Transfer(prog, part)
 
     states: dict[str, State | None] = {"varying": VARYING, "reduced": ("reduced", "sum")}
-    return CollectivePlan(
-        "fs.all_gather", leaf, TypeSignature(as_axes(axis_name), states.get(gathered))
-    )
+    signature = TypeSignature(as_axes(axis_name), states.get(gathered))
+    return CollectivePlan("fs.all_gather", leaf, signature, axes)
 
 
 @collective
@@ -255,7 +254,7 @@ def psum_scatter(
     kinds = ("sum", "avg") if kind == "avg" else (kind,)
     linear = kind in LINEAR
     signature = TypeSignature(as_axes(axis_name), VARYING, kinds, all_or_none=True, linear=linear)
-    return CollectivePlan("fs.psum_scatter", leaf, signature)
+    return CollectivePlan("fs.psum_scatter", leaf, signature, axes)
 
 
 def _check_reducible(x: torch.Tensor, kind: str) -> None:
@@ -387,7 +386,7 @@ def _plan_exchange(
         prog = _exchange_program(mesh, axes, block_shape(rows, {1: n}), rows.dtype, wires)
         return Transfer(prog, rows, lambda y: _insert_dim(y.squeeze(1), concat, tiled))
 
-    return CollectivePlan(name, leaf, signature)
+    return CollectivePlan(name, leaf, signature, axes)
 
 
 def _check_split(where: str, option: str, x: torch.Tensor, dim: int, n: int, tiled: bool) -> None:

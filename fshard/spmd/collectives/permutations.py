@@ -139,7 +139,7 @@ def _plan(name: str, op: PermuteOp | BroadcastOp, wires: WireDtypes) -> Collecti
         check_wire_dtypes(name, x.dtype, wires)
         return Transfer(cast_op, x) if x.numel() else x.clone()
 
-    return CollectivePlan(name, leaf, TypeSignature(op.axes))
+    return CollectivePlan(name, leaf, TypeSignature(op.axes), op.axes)
 
 
 def _along(axes: tuple[str, ...]) -> str:

@@ -298,7 +298,7 @@ def _plan(
         () if groups is not None else ("sum", "avg") if kind == "avg" else (kind,),
         all_or_none=True, linear=kind in LINEAR,
     )  # fmt: skip
-    return CollectivePlan(name, leaf, signature)
+    return CollectivePlan(name, leaf, signature, axes)
 
 
 @as_node

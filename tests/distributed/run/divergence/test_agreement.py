@@ -125,6 +125,8 @@ def shapes_of_rows() -> list[list[int]]:
     results = [fs.reshard(pair, P()).local, fs.unshard(pair)]
     if row == 0:  # without a collective no other rank is waited for
         results.append(fs.reshard(fs.shard(torch.ones(6, 4), GRID, P()), P("x", "y")).local)
+    with pytest.raises(ShardingError, match=r"rank 0 .* over y, x: .*\n.*rank 1 .* over x, y: "):
+        fs.all_gather(x[:1], ("x", "y") if dist.get_rank() else ("y", "x"), mesh=GRID)
     return [list(y.shape) for y in results]
 
 
