@@ -164,7 +164,9 @@ def bind_for_backward(
             again.outer = again.outer.outer
         at_end_of_backward(again.end_backward)
         _BOUND.set(again)
-        current_node().metadata[_AXES] = again
+        node = current_node()  # None in compiled autograd
+        if node is not None:
+            node.metadata[_AXES] = again
 
     for node in {y.grad_fn for y in ys if y.grad_fn is not None}:
         node.register_prehook(bind)

@@ -407,6 +407,7 @@ def test_results_are_trees_of_registered_classes(check: bool) -> None:
     assert call(vars) == {"value": torch.tensor([2.0]), "count": 3}
 
 
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 def test_gradients_with_a_graph_at_arguments() -> None:
     def body(x: torch.Tensor) -> torch.Tensor:
         (x**3).sum().backward(create_graph=True)

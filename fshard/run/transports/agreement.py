@@ -9,14 +9,11 @@ with a new shape these wait until the timeout, and name themselves.
 from __future__ import annotations
 
 import time
-from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import lru_cache
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.distributed import DistStoreError
 
 from fshard._util.cache import CACHE_SIZE
 from fshard.layout.mesh import Mesh
@@ -26,7 +23,7 @@ from fshard.run.transports.process_end import Listener
 from fshard.run.transports.torch_distributed import DEFAULT_TIMEOUT, ProcessWorld
 
 WATCH_SECONDS = 0.25
-"""Time between looks whether processes have ended."""
+"""Longest time between two reads of the store, from when on ended processes are noticed."""
 
 
 @dataclass(slots=True)
@@ -62,7 +59,7 @@ def compare_once(world: ProcessWorld, label: Label, group: Group, call: str) -> 
     if len(group) < 2:
         return
     compared = _COMPARED.setdefault(world.listener, {}).setdefault(group, _Compared())
-    if call in compared.calls:
+    if call in compared.calls or max(group) not in world.all_ranks:  # the launch refuses it
         return
     compared.count += 1
     try:
@@ -103,15 +100,16 @@ def _compare(world: ProcessWorld, mesh: Mesh, group: Group, number: int, own: st
         for key in _keys(prefix, number - 1):  # all ranks have read them
             store.delete_key(key)
     limit = time.monotonic() + (world.timeout or DEFAULT_TIMEOUT).total_seconds()
-    while not store.check([end_key]):
-        with suppress(DistStoreError):  # not yet
-            store.wait([end_key], timedelta(seconds=WATCH_SECONDS))
-            break
-        if time.monotonic() > limit or watch.ended(group):
+    pause = WATCH_SECONDS / 1024
+    while not store.check([end_key]):  # `store.wait` would log a warning for each of its timeouts
+        has_ended = pause == WATCH_SECONDS and watch.ended(group)
+        if has_ended or time.monotonic() > limit:
             count = store.add(count_key, 0)
             head = f"{count} of the ranks {group} have come to a call that is new to them"
             fix = "call it on every rank, with the same shapes: drop or pad the last batch"
             raise stranded(head, mesh, {world.rank: _position(own, group)}, fix)
+        time.sleep(pause)
+        pause = min(2 * pause, WATCH_SECONDS)
     if store.check([other_key]):
         texts = sorted((first, store.get(other_key).decode()), key=_rank)
         raise diverged(mesh, group, {_rank(text): _position(text) for text in texts})

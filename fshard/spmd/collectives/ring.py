@@ -23,7 +23,7 @@ from fshard.layout.validation import as_ints
 from fshard.run.autograd.linear_function import Tensors, apply_linear, launch_linear
 from fshard.run.packing import concat_flat
 from fshard.run.transports.agreement import compare_shapes
-from fshard.run.transports.base import Label, current_rank, label_of, labelled, with_label
+from fshard.run.transports.base import Label, current_rank, labelled, with_label
 from fshard.run.transports.shape_only import is_abstract, shape_transport
 from fshard.spmd.axis_env import current_axes, current_tracker
 from fshard.spmd.collectives.gather_scatter import all_gather
@@ -205,7 +205,7 @@ def ring_of(
     """
     n, index = mesh.axis_size(axes), ring_index(name, mesh, axes, block)
     if sizes is None:
-        label = label_of(name, mesh, shapes=tuple([x.shape for x in block]))
+        label = Label(name, mesh, shapes=tuple(x.shape for x in block))
         if not any(map(is_abstract, block)):
             compare_shapes(label, axes, block[0].dtype)
         return Ring(name, mesh, axes, index, n, None, label)
