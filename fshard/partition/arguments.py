@@ -72,7 +72,9 @@ def tensor_leaves(leaves: Sequence[Any], specs: Sequence[Spec | None]) -> list[A
     return [leaf for leaf, spec in zip(leaves, specs, strict=True) if spec is not None]
 
 
-def locals_of(tensors: Sequence[Any], specs: Sequence[Spec], written: Sequence[int]) -> list[Any]:
+def locals_of(
+    tensors: Sequence[Any], specs: Sequence[Spec], written: Sequence[int], where: str
+) -> list[Any]:
     """Return the locals of pairs and plain tensors, `written` ones in memory of their own."""
     locals_ = []
     for index, (x, spec) in enumerate(zip(tensors, specs, strict=True)):
@@ -81,7 +83,7 @@ def locals_of(tensors: Sequence[Any], specs: Sequence[Spec], written: Sequence[i
         elif index in written:
             locals_.append(shard(x, spec).local)
         else:
-            locals_.append(local_view(x, spec))
+            locals_.append(local_view(x, spec, where))
     return locals_
 
 

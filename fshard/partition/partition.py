@@ -132,7 +132,7 @@ class Partition:
             tensors = arguments.tensor_leaves(leaves, specs)
             if call.written:
                 call.check_disjoint(tensors, self.where)
-            locals_ = arguments.locals_of(tensors, call.in_specs, call.written)
+            locals_ = arguments.locals_of(tensors, call.in_specs, call.written, self.where)
             results = call.run(locals_, [leaves[index] for index in call.numbers])
             if call.written:
                 call.write_global_tensors(tensors, locals_)

@@ -18,6 +18,7 @@ from fshard._torch.symbolic_numbers import Accepts
 from fshard._util.errors import fail
 from fshard._util.notebook_view import table_of
 from fshard.layout.mesh import Mesh
+from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.sharded import Sharded
 from fshard.layout.spec import Spec
 from fshard.layout.tree import TreeDef
@@ -43,6 +44,7 @@ from fshard.program.program_arguments import as_topology
 from fshard.run.creation import rank_on_mesh
 from fshard.run.execute import communication
 from fshard.run.global_tensors import unshard
+from fshard.run.global_values import check_same_values
 from fshard.run.transports.agreement import compare_once, comparing_world
 from fshard.run.transports.base import is_observed, label_of
 from fshard.run.transports.shape_only import RecordedCollective
@@ -373,6 +375,9 @@ class PartitionedCall:
         """Return the code of a rank, a function of its locals and the numbers."""
         key = rank, is_observed()
         if key not in self._functions:
+            for x in self.closures:
+                spec = Spec(self.mesh, PartitionSpec(), shape=x.shape, dtype=x.dtype)
+                check_same_values(f"{WHERE}, closed over", x, spec)
             self._compare_layouts(rank)
             self._functions[key] = run_lines.compile_graph(self.graph(rank), key[1])
         return self._functions[key]

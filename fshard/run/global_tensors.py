@@ -29,6 +29,7 @@ from fshard.run.autograd.linear_function import ProgramGroup, apply_programs
 from fshard.run.autograd.replicate import shard_value, unshard_value
 from fshard.run.execute import Pending, check_shards, run_typed_hook
 from fshard.run.from_local import Header, sent_header
+from fshard.run.global_values import check_same_values
 from fshard.run.graphs.graph_node import graph_node
 from fshard.run.transports.base import (
     Label,
@@ -199,6 +200,7 @@ def shard(
     if current_transport() is None:
         return Sharded(shards_of(global_tensor, spec), spec)
     check_sharding(global_tensor, spec)
+    check_same_values("fs.shard", global_tensor, spec, at_line=True)
     to_pair = lambda x: Sharded(unaliased(shard_program(spec)(x), [x]), spec)  # noqa: E731
     return _typed("fs.shard", global_tensor, replicated(spec), spec, to_pair)
 
@@ -246,12 +248,23 @@ def _run_blocks(prog: Program, x: torch.Tensor) -> torch.Tensor:
     return unaliased(apply_programs(ProgramGroup((prog,)), (x,), False)[0], [x])
 
 
-def local_view(x: torch.Tensor, spec: Spec) -> Any:
-    """Return the local of `shard(x, spec)`, in the memory of `x` where it can be."""
+def local_of(x: torch.Tensor, spec: Spec, where: str) -> torch.Tensor:
+    """Return this process's local of a plain argument of `where`, in memory of its own."""
+    return unaliased(_local(x, spec, where), [x])
+
+
+def local_view(x: torch.Tensor, spec: Spec, where: str) -> Any:
+    """Return the local of a plain argument of `where`, in the memory of `x` where it can be."""
     if current_transport() is None:
         return shards_of(x, spec, copied=False)
+    return _local(x, spec, where)
+
+
+def _local(x: torch.Tensor, spec: Spec, where: str) -> torch.Tensor:
     check_sharding(x, spec)
-    return _typed("fs.shard", x, replicated(spec), spec, shard_program(spec))
+    check_same_values(where, x, spec)
+    local: torch.Tensor = _typed("fs.shard", x, replicated(spec), spec, shard_program(spec))
+    return local
 
 
 @graph_node

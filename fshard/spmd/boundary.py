@@ -22,7 +22,7 @@ from fshard.plan.redistribute import redistribute
 from fshard.program.program import Program
 from fshard.run.autograd.replicate import CotangentCheck, GlobalInput, compare_values
 from fshard.run.execute import check_local, check_shards
-from fshard.run.global_tensors import check_sharding, shard, shard_blocks, shard_program
+from fshard.run.global_tensors import check_sharding, local_of, shard_blocks, shard_program
 from fshard.run.graphs.blocks import block_shape
 from fshard.run.transports.base import Label, Transport, check_device, labelled, warn_alone
 from fshard.spmd.in_specs import Argument, DimSpec, PathSpec
@@ -156,7 +156,7 @@ def plan_arguments(
                 return Argument(path, spec, slot=slot)
             if has_symbolic_sizes(value):
                 return Argument(path, spec, partial(shard_blocks, spec=spec))
-            return Argument(path, spec, lambda x: shard(x, spec).local)
+            return Argument(path, spec, lambda x: local_of(x, spec, where))
         if not isinstance(leaf, PartitionSpec) or leaf.axes:
             if opaque := opaque_problem(value, f"with {_describe(leaf)} a value that"):
                 raise_if(where, [opaque])

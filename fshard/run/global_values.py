@@ -1,0 +1,115 @@
+"""Comparison of plain tensors between processes: each holds the global tensor, with its values.
+
+Processes of `torchrun` have seeds of their own: a model or a batch that is made at random without
+`torch.manual_seed` differs between them, and slices of different tensors would be taken for one.
+`jax.device_put` compares all values; here a few values of the first tensor of each layout are
+compared, through the store, without waiting.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import lru_cache
+from weakref import WeakKeyDictionary
+from zlib import crc32
+
+import torch
+
+from fshard._torch.functorch import is_transformed
+from fshard._util.cache import CACHE_SIZE
+from fshard._util.errors import ShardingError, fail
+from fshard.layout.spec import Spec
+from fshard.run.transports.agreement import await_failure, report_failure
+from fshard.run.transports.base import is_simulated, own_transport
+from fshard.run.transports.divergence_report import user_line
+from fshard.run.transports.process_end import Listener
+from fshard.run.transports.shape_only import has_values, in_graph
+from fshard.run.transports.torch_distributed import ProcessWorld
+
+PER_DIM = 4
+"""Positions of each dim whose values are compared."""
+MAX_VALUES = 64
+"""Values that are compared of a tensor."""
+TOLERANCE = 1e-3
+"""Difference between values, relative to the largest one, that different kernels may cause."""
+
+_COMPARED: WeakKeyDictionary[Listener, set[tuple[str, Spec]]] = WeakKeyDictionary()
+"""Layouts whose first tensor was compared, each with the place of the call."""
+
+
+def check_same_values(where: str, x: torch.Tensor, spec: Spec, *, at_line: bool = False) -> None:
+    """Raise `ShardingError` if a global tensor has other values than on the first process.
+
+    The first process of a mesh that comes to a place with a layout leaves some values of its tensor
+    in the store; each process that comes later compares its own with them, once.
+
+    Args:
+        where: name of the function, the place for the error.
+        x: the tensor as this process holds it.
+        spec: its layout, which all processes of the mesh give it.
+        at_line: compare calls of one line alone; a process may do others that the rest does not.
+    """
+    world = None if is_simulated() else own_transport()
+    if not isinstance(world, ProcessWorld) or world.rank not in spec.mesh:
+        return
+    compared = _COMPARED.setdefault(world.listener, set())
+    place = f"{where}{user_line(None, None)}" if at_line else where
+    if (place, spec) in compared or len(compared) >= CACHE_SIZE or spec.mesh.size == 1:
+        return
+    if not has_values(x) or in_graph() or is_transformed():
+        return
+    compared.add((place, spec))
+    own, store = _sample(x), world.listener.store
+    key = f"fshard {world.start_count} values {place} {_layout_key(spec)}"
+    try:
+        text = store.compare_set(key, "", json.dumps([world.rank, own])).decode()
+    except RuntimeError:  # the store does not answer, or is that of the fake backend
+        return
+    first, values = json.loads(text)
+    if first == world.rank and not at_line:
+        await_failure(world, key)
+    if _agree(values, own, exact=not x.dtype.is_floating_point and not x.is_complex()):
+        return
+    at = max(range(len(own)), key=lambda i: abs(own[i] - values[i]))
+    try:
+        fail(place,
+             f"a tensor of {spec}, whose values differ between processes: some are {own[at]:g} on "
+             f"rank {world.rank} and {values[at]:g} on rank {first}",
+             "a plain tensor must be the global tensor, with equal values on every rank",
+             "torch.manual_seed(0) on every rank before it is made; fs.scatter(x, spec, src=0) of "
+             "the values of one rank; fs.from_local(x, mesh, P(\"dp\")) of rows of this rank "
+             "alone")  # fmt: skip
+    except ShardingError as error:
+        report_failure(world, key, error)
+        raise
+
+
+@lru_cache(maxsize=CACHE_SIZE)
+def _layout_key(spec: Spec) -> str:
+    return f"{spec} on {spec.mesh} of {crc32(str(spec.mesh.ranks).encode())}"
+
+
+def _sample(x: torch.Tensor) -> list[float]:
+    """Return some values of a tensor, at most `PER_DIM` positions of each dim.
+
+    >>> _sample(torch.arange(8))
+    [0.0, 2.0, 4.0, 6.0]
+    """
+    steps = tuple([slice(None, None, -(-n // PER_DIM) or 1) for n in x.shape])
+    values = x.detach()[steps].reshape(-1)[:MAX_VALUES].resolve_conj()
+    parts = torch.view_as_real(values).reshape(-1) if values.is_complex() else values
+    numbers: list[float] = parts.to("cpu", torch.float64).tolist()
+    return numbers
+
+
+def _agree(first: list[float], own: list[float], *, exact: bool) -> bool:
+    """Return True if values are equal, but for what kernels may change.
+
+    >>> _agree([1.0, math.nan], [1.0001, math.nan], exact=False)
+    True
+    """
+    scale = max((abs(v) for v in (*first, *own) if math.isfinite(v)), default=0.0)
+    limit = 0.0 if exact else TOLERANCE * scale
+    return all(a == b or abs(a - b) <= limit or (math.isnan(a) and math.isnan(b))
+               for a, b in zip(first, own, strict=True))  # fmt: skip
