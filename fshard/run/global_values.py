@@ -18,9 +18,8 @@ import torch
 
 from fshard._torch.functorch import is_transformed
 from fshard._util.cache import CACHE_SIZE
-from fshard._util.errors import ShardingError, fail
+from fshard._util.errors import fail
 from fshard.layout.spec import Spec
-from fshard.run.transports.agreement import await_failure, report_failure
 from fshard.run.transports.base import is_simulated, own_transport
 from fshard.run.transports.divergence_report import user_line
 from fshard.run.transports.process_end import Listener
@@ -67,22 +66,16 @@ def check_same_values(where: str, x: torch.Tensor, spec: Spec, *, at_line: bool 
     except RuntimeError:  # the store does not answer, or is that of the fake backend
         return
     first, values = json.loads(text)
-    if first == world.rank and not at_line:
-        await_failure(world, key)
     if _agree(values, own, exact=not x.dtype.is_floating_point and not x.is_complex()):
         return
     at = max(range(len(own)), key=lambda i: abs(own[i] - values[i]))
-    try:
-        fail(place,
-             f"a tensor of {spec}, whose values differ between processes: some are {own[at]:g} on "
-             f"rank {world.rank} and {values[at]:g} on rank {first}",
-             "a plain tensor must be the global tensor, with equal values on every rank",
-             "torch.manual_seed(0) on every rank before it is made; fs.scatter(x, spec, src=0) of "
-             "the values of one rank; fs.from_local(x, mesh, P(\"dp\")) of rows of this rank "
-             "alone")  # fmt: skip
-    except ShardingError as error:
-        report_failure(world, key, error)
-        raise
+    fail(place,
+         f"a tensor of {spec}, whose values differ between processes: some are {own[at]:g} on rank "
+         f"{world.rank} and {values[at]:g} on rank {first}",
+         "a plain tensor must be the global tensor, with equal values on every rank",
+         "torch.manual_seed(0) on every rank before it is made; fs.scatter(x, spec, src=0) of the "
+         "values of one rank; fs.from_local(x, mesh, P(\"dp\")) of rows of this rank "
+         "alone")  # fmt: skip
 
 
 @lru_cache(maxsize=CACHE_SIZE)

@@ -8,7 +8,6 @@ with a new shape these wait until the timeout, and name themselves.
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -17,7 +16,6 @@ from weakref import WeakKeyDictionary
 import torch
 
 from fshard._util.cache import CACHE_SIZE
-from fshard._util.errors import ShardingError
 from fshard.layout.mesh import Mesh
 from fshard.run.transports.base import CHECKED, Group, Label, is_simulated, own_transport
 from fshard.run.transports.divergence_report import Position, diverged, stranded, user_line
@@ -38,13 +36,6 @@ class _Compared:
 
 _COMPARED: WeakKeyDictionary[Listener, dict[Group, _Compared]] = WeakKeyDictionary()
 """Comparisons of each group, by the listener of this process."""
-
-_AWAITED: WeakKeyDictionary[Listener, set[str]] = WeakKeyDictionary()
-"""Values that this process has left for others, whose errors end its next comparison."""
-
-
-class _FailedElsewhere(Exception):
-    """Error of a rank that does not come to a comparison."""
 
 
 def comparing_world() -> ProcessWorld | None:
@@ -74,13 +65,8 @@ def compare_once(world: ProcessWorld, label: Label, group: Group, call: str) -> 
     try:
         own = f"{world.rank}\n{user_line(None, label)}\n{call}"
         _compare(world, label.mesh, group, compared.count, own)
-    except _FailedElsewhere as error:
-        compared.count -= 1
-        raise ShardingError(str(error)) from None
     except RuntimeError:  # the store does not answer, or is that of the fake backend
         return
-    finally:
-        _AWAITED.pop(world.listener, None)
     if len(compared.calls) >= CACHE_SIZE:  # at the same call on every rank
         compared.calls.clear()
     compared.calls.add(call)
@@ -98,27 +84,6 @@ def compare_shapes(label: Label, axes: tuple[str, ...], dtype: torch.dtype) -> N
 def _text(label: Label, axes: tuple[str, ...], dtype: torch.dtype) -> str:
     shapes = ", ".join(str(tuple(shape)) for shape in label.shapes)
     return f"{label.name}{label.arguments} over {', '.join(axes)}: {dtype} of {shapes}"
-
-
-def await_failure(world: ProcessWorld, key: str) -> None:
-    """Let the next comparison end if another rank calls `report_failure` with the same key."""
-    _AWAITED.setdefault(world.listener, set()).add(key)
-
-
-def report_failure(world: ProcessWorld, key: str, error: ShardingError) -> None:
-    """Raise the error on ranks that await it in a comparison, to which this one does not come."""
-    store, prefix = world.listener.store, f"fshard {world.start_count} failure"
-    store.set(f"{prefix} {store.add(prefix, 1)}", json.dumps([key, str(error)]))
-
-
-def _awaited_failure(world: ProcessWorld) -> str | None:
-    """Return the text of an error that this process awaits."""
-    keys = _AWAITED.get(world.listener)
-    if not keys:
-        return None
-    store, prefix = world.listener.store, f"fshard {world.start_count} failure"
-    failures = (json.loads(store.get(f"{prefix} {i + 1}")) for i in range(store.add(prefix, 0)))
-    return next((text for key, text in failures if key in keys), None)
 
 
 def _compare(world: ProcessWorld, mesh: Mesh, group: Group, number: int, own: str) -> None:
@@ -143,10 +108,6 @@ def _compare(world: ProcessWorld, mesh: Mesh, group: Group, number: int, own: st
             head = f"{count} of the ranks {group} have come to a call that is new to them"
             fix = "call it on every rank, with the same shapes: drop or pad the last batch"
             raise stranded(head, mesh, {world.rank: _position(own, group)}, fix)
-        if pause == WATCH_SECONDS and (failure := _awaited_failure(world)):
-            for key in (first_key, count_key):  # the rank that failed does not come to this call
-                store.delete_key(key)
-            raise _FailedElsewhere(failure)
         time.sleep(pause)
         pause = min(2 * pause, WATCH_SECONDS)
     if store.check([other_key]):

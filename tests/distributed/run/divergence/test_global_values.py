@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -12,51 +15,50 @@ from tests.helpers.gloo.harness import run_ranks
 MESH = Mesh(x=2)
 
 
-def products(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return (x @ w).sum()
+def scaled(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return x * w
 
 
-def first_line(function: fs.Partition, *args: torch.Tensor) -> str:
+def error_of(function: Callable[..., Any], *args: Any) -> str:
     """Return the error of a call, "" without one."""
     try:
         function(*args)
     except ShardingError as error:
-        return str(error).replace("\n", " ")
+        return str(error)
     return ""
 
 
-def errors_of_seeds() -> dict[str, str]:
-    """Return the errors of calls with tensors that each rank draws by a seed of its own."""
+def errors_of_rank() -> dict[str, str]:
+    """Return the errors of calls without communication, with plain tensors that ranks draw."""
     fs.init(MESH)
-    torch.manual_seed(dist.get_rank())
-    w, x = torch.randn(4, 3), torch.randn(8, 4)
-    equal = torch.ones(4, 3), torch.ones(8, 4) * (1 + 1e-6 * dist.get_rank())
-    in_specs = P(), P("x")
-    mapped = fs.shard_map(
-        lambda w, x: fs.psum(products(w, x), "x"), mesh=MESH, in_specs=in_specs, out_specs=P()
-    )
-    part = fs.partition(products, mesh=MESH, in_specs=in_specs)
-    if dist.get_rank() == 0:
-        fs.shard(torch.zeros(8, 4), MESH, P("x"))  # of one rank alone: another line
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    w, equal = torch.randn(4), torch.ones(4) * (1 + 1e-6 * rank)
+    x = fs.from_local(torch.ones(4, 4), MESH, P("x"))
+    if rank == 0:
+        fs.shard(torch.zeros(8, 4), MESH, P("x"))  # by one rank alone
+    options: dict[str, Any] = {"mesh": MESH, "in_specs": (P(), P("x"))}
+    part = fs.partition(scaled, **options)
+    mapped = fs.shard_map(scaled, **options, out_specs=P("x"))
     return {
-        "equal": first_line(part, *equal),
-        "closed over": first_line(fs.partition(lambda x: products(w, x), mesh=MESH,
-                                               in_specs=P("x")), equal[1]),
-        "shard": first_line(lambda x: fs.shard(x, MESH, P(None, "x")), x.t()),
-        "argument": first_line(part, w.double(), equal[1].double()),
-        "equal ones in a body": first_line(mapped, *equal),
-    }  # fmt: skip
+        "equal": error_of(part, equal, x) + error_of(mapped, equal, x),
+        "closed over": error_of(fs.partition(lambda x: x * w, mesh=MESH), x),
+        "argument": error_of(part, w.double(), x),
+        "of a body": error_of(mapped, w.double(), x),
+        "shard": error_of(lambda: fs.shard(w.expand(8, 4), MESH, P("x"))),
+        "complex": error_of(lambda: fs.shard(torch.complex(w, w), MESH, P("x"))),
+        "counts": error_of(lambda: fs.shard(torch.tensor([1000, 1001 + rank]), MESH, P("x"))),
+        "no elements": error_of(lambda: fs.shard(w[:0], MESH, P("x"))),
+    }
 
 
-def test_values_that_differ_are_refused_before_the_collective() -> None:
-    errors = run_ranks(2, errors_of_seeds)
-    for texts in errors:
-        assert texts["equal"] == texts["equal ones in a body"] == ""
-        assert (
-            "fs.partition, closed over  given: a tensor of f32[4,3], whose" in texts["closed over"]
-        )
-        assert "fs.partition(products)" in texts["argument"]
-        assert "fix:   torch.manual_seed(0) on every rank" in texts["argument"]
-    # fs.shard has no communication: the rank that comes first goes on.
-    assert sorted(bool(texts["shard"]) for texts in errors) == [False, True]
-    assert any("test_global_values.py" in texts["shard"] for texts in errors)
+def test_values_that_differ_between_processes_are_refused() -> None:
+    """The process that comes first goes on: nothing waits for others where none communicates."""
+    first, second = run_ranks(2, errors_of_rank)
+    refused = {name for name in first if first[name]} | {name for name in second if second[name]}
+    assert refused == {"closed over", "argument", "of a body", "shard", "complex", "counts"}
+    errors = {name: first[name] or second[name] for name in first}
+    assert not any(first[name] and second[name] for name in first)
+    assert errors["argument"].startswith("fs.partition(scaled)\n  given: a tensor of f64[4], whose")
+    assert "test_global_values.py" in errors["shard"].partition("\n")[0]
+    assert "fix:   torch.manual_seed(0) on every rank" in errors["closed over"]
