@@ -131,7 +131,7 @@ register_rule(*functional_overloads("gradient"))(gradient)
 @register_decomposition("diff")
 def _diff(x: Tensor, n: int = 1, dim: int = -1, prepend: Tensor | None = None,
           append: Tensor | None = None) -> Tensor:  # fmt: skip
-    pieces = [x for x in (prepend, x, append) if x is not None]
+    pieces = [x for x in (prepend, x, append) if x is not None] if n else [x]
     result = torch.cat(pieces, dim) if len(pieces) > 1 else x
     for _ in range(min(n, result.shape[dim])):
         size = result.shape[dim] - 1

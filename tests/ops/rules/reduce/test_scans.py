@@ -145,6 +145,9 @@ def test_scans_of_sharded_dims_send_block_ends_only(name: str) -> None:
 def test_differences_of_order_zero_leave_out_what_is_put_before_and_after() -> None:
     x, before, after = positive(4, 3), positive(1, 3), positive(2, 3)
     assert check_call(aten.diff.default, x, 0, 0, before, after) == []
+    pairs = [fs.shard(y, Mesh(x=3), P("x")) for y in (x, before, after)]
+    result = fs.apply(torch.diff, pairs[0], 0, 0, *pairs[1:], mode="auto")  # decomposed
+    assert torch.equal(fs.unshard(result), x)
 
 
 @pytest.mark.parametrize("name", [name for name in SCANNED if "diff" not in name])
