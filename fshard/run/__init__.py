@@ -15,5 +15,6 @@ A call goes `execute` (checks of locals) -> `autograd/linear_function` (gradient
 - `global_tensors`, `from_local`: `fs.shard`, `fs.unshard`, `fs.reshard` and other conversions.
 - `creation`: pairs created shard by shard, by draws and factories.
 - `value_digest`: digests by which ranks compare values.
+- `global_values`: comparison of plain tensors between processes.
 - `calibrate`: `fs.calibrate`, a measured `Topology`.
 """

@@ -185,7 +185,8 @@ def shard(
 
     Raises:
         ShardingError: the tensor is not of the spec, or it requires grad and is to be unreduced by
-            another reduction than `sum` or `avg`.
+            another reduction than `sum` or `avg`; on a process, the first tensor of a layout and
+            line has other values than on the process that came first.
 
     >>> import torch
     >>> import fshard as fs
