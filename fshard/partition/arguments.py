@@ -22,7 +22,7 @@ from fshard.layout.tree import opaque_problem
 from fshard.ops.core.call import instances_in
 from fshard.plan.redistribute import redistribute
 from fshard.run.execute import check_pair
-from fshard.run.global_tensors import local_view, shard
+from fshard.run.global_tensors import local_of
 
 CPU = torch.device("cpu")
 
@@ -78,12 +78,8 @@ def locals_of(
     """Return the locals of pairs and plain tensors, `written` ones in memory of their own."""
     locals_ = []
     for index, (x, spec) in enumerate(zip(tensors, specs, strict=True)):
-        if isinstance(x, Sharded):
-            locals_.append(x.local)
-        elif index in written:
-            locals_.append(shard(x, spec).local)
-        else:
-            locals_.append(local_view(x, spec, where))
+        is_pair = isinstance(x, Sharded)
+        locals_.append(x.local if is_pair else local_of(x, spec, where, copied=index in written))
     return locals_
 
 

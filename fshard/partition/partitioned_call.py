@@ -41,10 +41,10 @@ from fshard.program.cost.model import Cost
 from fshard.program.cost.topology import Topology
 from fshard.program.program import Program
 from fshard.program.program_arguments import as_topology
+from fshard.run.compared_values import check_same_values
 from fshard.run.creation import rank_on_mesh
 from fshard.run.execute import communication
 from fshard.run.global_tensors import unshard
-from fshard.run.global_values import check_same_values
 from fshard.run.transports.agreement import compare_once, comparing_world
 from fshard.run.transports.base import is_observed, label_of
 from fshard.run.transports.shape_only import RecordedCollective

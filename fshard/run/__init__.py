@@ -14,7 +14,6 @@ A call goes `execute` (checks of locals) -> `autograd/linear_function` (gradient
 - `graphs`: programs and collectives in graphs of `torch.compile`.
 - `global_tensors`, `from_local`: `fs.shard`, `fs.unshard`, `fs.reshard` and other conversions.
 - `creation`: pairs created shard by shard, by draws and factories.
-- `value_digest`: digests by which ranks compare values.
-- `global_values`: comparison of plain tensors between processes.
+- `compared_values`: values that ranks compare, by digests or by some of a plain tensor.
 - `calibrate`: `fs.calibrate`, a measured `Topology`.
 """

@@ -14,6 +14,7 @@ from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.sharded import Sharded
 from fshard.layout.spec import DTYPE_NAMES, Spec, partition_of
 from fshard.layout.validation import check_plain_tensor
+from fshard.run.compared_values import value_digest
 from fshard.run.execute import check_tuple, run_typed_hook
 from fshard.run.transports.base import (
     TRACE_DEPTH,
@@ -26,7 +27,6 @@ from fshard.run.transports.base import (
     stacked,
 )
 from fshard.run.transports.divergence_report import rank_text
-from fshard.run.value_digest import value_digest
 
 # -- headers: shape and dtype of a local as a tensor of int64 ---------------------------
 

@@ -27,9 +27,9 @@ from fshard.program.program import Program
 from fshard.program.steps import AllSlice, InvariantToReduced, ReplicatedToUnreduced, Step
 from fshard.run.autograd.linear_function import ProgramGroup, apply_programs
 from fshard.run.autograd.replicate import shard_value, unshard_value
+from fshard.run.compared_values import check_same_values
 from fshard.run.execute import Pending, check_shards, run_typed_hook
 from fshard.run.from_local import Header, sent_header
-from fshard.run.global_values import check_same_values
 from fshard.run.graphs.graph_node import graph_node
 from fshard.run.transports.base import (
     Label,
@@ -249,23 +249,17 @@ def _run_blocks(prog: Program, x: torch.Tensor) -> torch.Tensor:
     return unaliased(apply_programs(ProgramGroup((prog,)), (x,), False)[0], [x])
 
 
-def local_of(x: torch.Tensor, spec: Spec, where: str) -> torch.Tensor:
-    """Return this process's local of a plain argument of `where`, in memory of its own."""
-    return unaliased(_local(x, spec, where), [x])
+def local_of(x: torch.Tensor, spec: Spec, where: str, *, copied: bool = True) -> Any:
+    """Return the local of a plain argument of `where`.
 
-
-def local_view(x: torch.Tensor, spec: Spec, where: str) -> Any:
-    """Return the local of a plain argument of `where`, in the memory of `x` where it can be."""
+    Unless it is `copied`, it is in the memory of `x` if it can be.
+    """
     if current_transport() is None:
-        return shards_of(x, spec, copied=False)
-    return _local(x, spec, where)
-
-
-def _local(x: torch.Tensor, spec: Spec, where: str) -> torch.Tensor:
+        return shards_of(x, spec, copied=copied)
     check_sharding(x, spec)
     check_same_values(where, x, spec)
-    local: torch.Tensor = _typed("fs.shard", x, replicated(spec), spec, shard_program(spec))
-    return local
+    local = _typed("fs.shard", x, replicated(spec), spec, shard_program(spec))
+    return unaliased(local, [x]) if copied else local
 
 
 @graph_node

@@ -22,8 +22,8 @@ from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
 from fshard.run.autograd.replicate import compare_values
+from fshard.run.compared_values import value_digest
 from fshard.run.transports.base import Label, current_transport, labelled
-from fshard.run.value_digest import value_digest
 from fshard.spmd.collectives.gather_scatter import all_gather
 from fshard.spmd.collectives.pcast import cast_by
 from fshard.spmd.in_specs import PathSpec

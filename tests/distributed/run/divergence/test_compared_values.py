@@ -60,5 +60,5 @@ def test_values_that_differ_between_processes_are_refused() -> None:
     errors = {name: first[name] or second[name] for name in first}
     assert not any(first[name] and second[name] for name in first)
     assert errors["argument"].startswith("fs.partition(scaled)\n  given: a tensor of f64[4], whose")
-    assert "test_global_values.py" in errors["shard"].partition("\n")[0]
+    assert "test_compared_values.py" in errors["shard"].partition("\n")[0]
     assert "fix:   torch.manual_seed(0) on every rank" in errors["closed over"]
