@@ -101,12 +101,8 @@ def _read_pair(pair: Pair, where: str) -> Sharded:
     if isinstance(pair, Sharded):
         return pair
     if not is_pair(pair):
-        fail(
-            where,
-            f"a {type(pair).__name__}",
-            "a pair must be (local, spec)",
-            "fs.shard makes one from a global tensor, fs.from_local from locals",
-        )
+        fail(where, f"a {type(pair).__name__}", "a pair must be (local, spec)",
+             "fs.shard makes one from a global tensor, fs.from_local from locals")  # fmt: skip
     return Sharded(*pair)
 
 
@@ -250,10 +246,7 @@ def _run_blocks(prog: Program, x: torch.Tensor) -> torch.Tensor:
 
 
 def local_of(x: torch.Tensor, spec: Spec, where: str, *, copied: bool = True) -> Any:
-    """Return the local of a plain argument of `where`.
-
-    Unless it is `copied`, it is in the memory of `x` if it can be.
-    """
+    """Return the local of a plain argument of `where`, `copied` or in the memory of `x`."""
     if current_transport() is None:
         return shards_of(x, spec, copied=copied)
     check_sharding(x, spec)
