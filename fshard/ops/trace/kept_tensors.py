@@ -6,7 +6,7 @@ import functools
 import gc
 import sys
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
@@ -47,7 +47,7 @@ def end_failed(mode: FakeTensorMode) -> None:
 
 
 def _is_left(x: Any) -> bool:
-    return isinstance(x, FakeTensor) and isinstance(x.fake_mode, FailedTraceMode)
+    return type(x) is FakeTensor and type(x.fake_mode) is FailedTraceMode
 
 
 def refuse_left(name: str, operands: Any, *, clears: bool = False) -> None:
@@ -60,7 +60,7 @@ def refuse_left(name: str, operands: Any, *, clears: bool = False) -> None:
         fail(f"{name}{user_line(None, None)}", given,
              "operands must have values: a function whose trace failed has kept this one outside",
              "call it again: caches of functools that kept such tensors are empty now"
-             if clears and clear_caches()
+             if clears and clear_left()
              else "remove it there; a call on global tensors then computes it",
              LeftTensorError)  # fmt: skip
 
@@ -102,25 +102,28 @@ class ClosureGuard(DispatchMode):
         again where their values are needed. `arguments` must be the only container of the
         arguments.
         """
-        kept = self._alive(arguments) or _kept(arguments)
-        if kept:
-            with _unfrozen():
-                gc.collect()  # reference cycles are not outside
-                results = (ref() for ref, _ in self.results)
-                clear_caches({id(x) for x in (*results, *arguments) if x is not None})
-                kept = self._alive(arguments) or _kept(arguments)
-        if not kept:
+        if not (self._alive(arguments) or _kept(arguments)):
             return
-        fail(where, f"{kept[0]} is kept outside of the function",
+        with _unfrozen():
+            gc.collect()  # reference cycles are not outside
+            kept = [*(x for x, _ in self._alive(arguments)), *_kept(arguments)]
+            clear_caches(kept)
+            del kept
+            alive, arg = self._alive(arguments), next(iter(_kept(arguments)), None)
+            given = [f"a result of {name}{_container_of(x)}" for x, name in alive[:1]]
+            given += [f"argument {i}" for i, x in enumerate(arguments) if x is arg]
+        if not given:
+            return
+        fail(where, f"{given[0]} is kept outside of the function",
              "the function is traced once on tensors without values, which are of no use after it",
              "return it; a value that a module or a cache keeps is removed there, and computed "
              "before by a call on global tensors")  # fmt: skip
 
-    def _alive(self, arguments: Sequence[torch.Tensor]) -> list[str]:
+    def _alive(self, arguments: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, str]]:
+        """Return the results that exist, and are no arguments, with their operations."""
         ids = {id(x) for x in arguments}
-        results = ((ref(), name) for ref, name in self.results)
-        return [f"a result of {name}{_container_of(x)}" for x, name in results
-                if x is not None and id(x) not in ids]  # fmt: skip
+        results = [(ref(), name) for ref, name in self.results]
+        return [(x, name) for x, name in results if x is not None and id(x) not in ids]
 
 
 STARTUP_FROZEN = 2_000
@@ -155,41 +158,48 @@ def _container_of(x: torch.Tensor) -> str:
     return ""
 
 
-def clear_caches(ids: Collection[int] = ()) -> bool:
-    """Empty each `functools.lru_cache` that keeps a tensor of a failed trace, or one of `ids`.
+CONTAINERS = (tuple, list, dict)
+MAX_DEPTH = 6
+"""Containers around a tensor that are followed, one in another, up to the cache."""
+
+
+def clear_left() -> bool:
+    """Empty the caches that keep tensors of failed traces; return True if there were some."""
+    with _unfrozen():
+        return clear_caches([x for x in gc.get_objects() if _is_left(x)])
+
+
+def clear_caches(kept: list[torch.Tensor]) -> bool:
+    """Empty each `functools.lru_cache` that keeps some tensors, in containers too.
+
+    Referrers are followed, since what all caches contain can take minutes to walk.
+
+    Args:
+        kept: the tensors.
 
     Returns:
         True if there was one.
     """
-    with _unfrozen():
-        kept = [x for x in gc.get_objects()
-                if type(x) is functools._lru_cache_wrapper and _contains(x, ids)]  # fmt: skip
-    for cache in kept:
+    level: list[Any] = kept
+    caches: list[Any] = []
+    for _ in range(MAX_DEPTH):
+        found = gc.get_referrers(*level) if level else []
+        caches += [x for x in found if type(x) is functools._lru_cache_wrapper]
+        level = [x for x in found if type(x) in CONTAINERS and x is not level and x is not kept]
+        del found  # it refers to the next level, too
+    for cache in caches:
         cache.cache_clear()
-    return bool(kept)
+    return bool(caches)
 
 
-def _contains(cache: Any, ids: Collection[int]) -> bool:
-    """Return True if a key or a value of a cache has a left tensor or one of the objects `ids`."""
-    seen, todo = set[int](), [cache]
-    while todo:
-        for x in gc.get_referents(todo.pop()):
-            if id(x) in ids or _is_left(x):
-                return True
-            if isinstance(x, tuple | list | dict) and id(x) not in seen:
-                seen.add(id(x))
-                todo.append(x)
-    return False
-
-
-def _kept(arguments: Sequence[torch.Tensor]) -> list[str]:
+def _kept(arguments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the arguments that other objects than `arguments` refer to.
 
     Frames end, and mapped regions enter the modes around them again, as that of `fs.random.keyed`.
     """
     # By index: a variable of a loop would be a third reference, beside the container and the call.
     return [
-        f"argument {i}" for i in range(len(arguments))
+        arguments[i] for i in range(len(arguments))
         if sys.getrefcount(arguments[i]) > 2 and any(
             x is not arguments and not isinstance(x, FrameType | TorchFunctionMode)
             for x in gc.get_referrers(arguments[i])

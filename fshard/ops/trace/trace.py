@@ -66,7 +66,7 @@ from fshard.ops.trace.inner_gradients import (
 from fshard.ops.trace.kept_tensors import (
     ClosureGuard,
     LeftTensorError,
-    clear_caches,
+    clear_left,
     end_failed,
 )
 from fshard.ops.trace.mapped_regions import name_regions, recorded_regions
@@ -173,7 +173,7 @@ def trace(
                 with checkpoint_form(record_checkpoint if is_above else record_and_recompute):
                     return _trace(fn, metas, where, requires_grad, devices, mode, numbers, names)
             except LeftTensorError:
-                if attempt or not clear_caches():
+                if attempt or not clear_left():
                     raise
         raise AssertionError("the second attempt returns or raises")
 
