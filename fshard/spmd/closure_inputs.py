@@ -79,19 +79,16 @@ def find_rank_leaves(
     ranks: Iterable[Iterable[torch.Tensor]],
     closures: Sequence[torch.Tensor],
 ) -> set[int]:
-    """Return the ids of the `closures` that are of one rank, as parameters that it has created.
+    """Return the ids of the `closures` that a rank has created in `fn`, as a module's parameters.
 
-    They are leaves in the graph of one of the `ranks`' results alone: those that `fn` does not
-    reach, and all if every rank has some of the same shapes, as where `fn` keeps modules by rank.
+    They are leaves that `fn` does not reach, in the graph of one of the `ranks`' results alone.
     """
-    leaves = {id(x) for x in closures if x.grad_fn is None}
-    rows = [[x for x in graph_leaves(ys) if id(x) in leaves] for ys in ranks]
-    counts = Counter(id(x) for row in rows for x in row)
-    alone = [[x for x in row if counts[id(x)] == 1] for row in rows]
-    shared = set[int]()
-    if len({tuple([x.shape for x in row]) for row in alone}) > 1:
-        shared.update(map(id, _reachable_tensors(fn)))
-    return {id(x) for row in alone for x in row} - shared
+    reachable = set(map(id, _reachable_tensors(fn)))
+    created = {id(x) for x in closures if x.grad_fn is None} - reachable
+    if not created:
+        return created
+    counts = Counter(id(x) for ys in ranks for x in graph_leaves(ys))
+    return {x for x in created if counts[x] == 1}
 
 
 def find_transformed_closures(fn: Callable[..., Any]) -> tuple[torch.Tensor, ...]:

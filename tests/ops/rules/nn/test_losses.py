@@ -332,10 +332,10 @@ def test_mean_over_sharded_samples_reduces_one_count() -> None:
 
 def test_cosines_of_sharded_features() -> None:
     """Three sums per row are reduced."""
-    x, y = real(4, 8).requires_grad_(), real(4, 8).requires_grad_()
+    x, y = real(4096, 8).requires_grad_(), real(4096, 8).requires_grad_()
 
     def loss(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        signs = torch.ones(4, dtype=torch.float64)
+        signs = torch.ones(4096, dtype=torch.float64)
         return torch.nn.functional.cosine_embedding_loss(x, y, signs)
 
     sent = run(loss, (fs.P(None, "tp"),) * 2, x, y)
