@@ -43,9 +43,8 @@ from fshard.program.program import Program
 from fshard.program.program_arguments import as_topology
 from fshard.run.compared_values import check_same_values
 from fshard.run.creation import rank_on_mesh
-from fshard.run.execute import communication
+from fshard.run.execute import compare_layouts
 from fshard.run.global_tensors import unshard
-from fshard.run.transports.agreement import compare_once, comparing_world
 from fshard.run.transports.base import is_observed, label_of
 from fshard.run.transports.shape_only import RecordedCollective
 
@@ -356,7 +355,7 @@ class PartitionedCall:
         key = "code", rank, is_observed()
         if key not in self._remat:
             if rank is not None:
-                self._compare_layouts(rank)
+                self._compare_ranks(rank)
             abstract = self._abstract
             self._remat[key] = RematerializedLines(
                 self.remat_plan, abstract.lines, abstract.inputs, abstract.outputs, self.names,
@@ -375,20 +374,18 @@ class PartitionedCall:
         """Return the code of a rank, a function of its locals and the numbers."""
         key = rank, is_observed()
         if key not in self._functions:
-            for x in self.closures:
-                spec = Spec(self.mesh, PartitionSpec(), shape=x.shape, dtype=x.dtype)
-                check_same_values(f"{WHERE}, closed over", x, spec)
-            self._compare_layouts(rank)
+            self._compare_ranks(rank)
             self._functions[key] = run_lines.compile_graph(self.graph(rank), key[1])
         return self._functions[key]
 
-    def _compare_layouts(self, rank: int) -> None:
-        """Raise `ShardingError` if ranks call it on other layouts; see `compare_once`."""
-        world = comparing_world()
-        if world is not None and self.programs:
-            group, _ = communication(*self.programs, rank=rank)
+    def _compare_ranks(self, rank: int) -> None:
+        """Raise `ShardingError` if ranks close over other values, or call it on other layouts."""
+        for x in self.closures:
+            spec = Spec(self.mesh, PartitionSpec(), shape=x.shape, dtype=x.dtype)
+            check_same_values(f"{WHERE}, closed over", x, spec)
+        if self.programs:
             call = f"{WHERE} of {', '.join(map(str, self.in_specs))}"
-            compare_once(world, label_of(WHERE, self.mesh), group, call)
+            compare_layouts(label_of(WHERE, self.mesh), self.programs, rank, call)
 
     def _all_ranks(self) -> Simulation:
         """Return the function of all ranks' locals: of one rank alone its code."""

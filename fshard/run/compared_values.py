@@ -1,10 +1,10 @@
 """Values that processes compare: digests of tensors, and some values of plain tensors.
 
-A plain tensor is the global tensor on each process, with equal values.
-Processes of `torchrun` have seeds of their own: a model or a batch that is made at random without
-`torch.manual_seed` differs between them, and slices of different tensors would be taken for one.
-`jax.device_put` compares all values; here a few values of the first tensor of each layout are
-compared, through the store, without waiting.
+A plain tensor is the global tensor on each process, with equal values. Processes of `torchrun` have
+seeds of their own: a model or a batch that is made at random without `torch.manual_seed` differs
+between them, and slices of different tensors would be taken for one. `jax.device_put` compares all
+values; here a few values of the first tensor of each layout are compared, through the store,
+without waiting.
 """
 
 from __future__ import annotations

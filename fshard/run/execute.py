@@ -220,11 +220,15 @@ def communication(*progs: Program, rank: int) -> tuple[Group, str]:
     return mesh.group(rank, tuple(axis for axis in mesh.axes if axis in axes)), text
 
 
-def compare_layouts(label: Label, progs: Sequence[Program], rank: int) -> None:
-    """Raise `ShardingError` if ranks of a collective run other programs; see `compare_once`."""
+def compare_layouts(label: Label, progs: Sequence[Program], rank: int, call: str = "") -> None:
+    """Raise `ShardingError` if ranks of a collective run other programs; see `compare_once`.
+
+    `call` is the call as text, by default the programs.
+    """
     world = comparing_world()
     if world is not None and rank in label.mesh:
-        compare_once(world, label, *communication(*progs, rank=rank))
+        group, text = communication(*progs, rank=rank)
+        compare_once(world, label, group, call or text)
 
 
 def _run_local(prog: Program, local: torch.Tensor, async_op: bool) -> Any:

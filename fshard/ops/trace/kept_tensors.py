@@ -106,21 +106,24 @@ class ClosureGuard(DispatchMode):
             return
         with _unfrozen():
             gc.collect()  # reference cycles are not outside
-            kept = [*(x for x, _ in self._alive(arguments)), *_kept(arguments)]
-            clear_caches(kept)
-            del kept
-            alive, arg = self._alive(arguments), next(iter(_kept(arguments)), None)
-            given = [f"a result of {name}{_container_of(x)}" for x, name in alive[:1]]
-            given += [f"argument {i}" for i, x in enumerate(arguments) if x is arg]
+            clear_caches([*(x for x, _ in self._alive(arguments)), *_kept(arguments)])
+            given = self._first_kept(arguments)
         if not given:
             return
-        fail(where, f"{given[0]} is kept outside of the function",
+        fail(where, f"{given} is kept outside of the function",
              "the function is traced once on tensors without values, which are of no use after it",
              "return it; a value that a module or a cache keeps is removed there, and computed "
              "before by a call on global tensors")  # fmt: skip
 
+    def _first_kept(self, arguments: Sequence[torch.Tensor]) -> str:
+        """Return the name of a result or an argument that is kept, "" if none is."""
+        for x, name in self._alive(arguments):
+            return f"a result of {name}{_container_of(x)}"
+        kept = _kept(arguments)
+        return next((f"argument {i}" for i, x in enumerate(arguments) if kept and x is kept[0]), "")
+
     def _alive(self, arguments: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, str]]:
-        """Return the results that exist, and are no arguments, with their operations."""
+        """Return the results that exist, arguments left out, with their operations."""
         ids = {id(x) for x in arguments}
         results = [(ref(), name) for ref, name in self.results]
         return [(x, name) for x, name in results if x is not None and id(x) not in ids]
@@ -159,6 +162,7 @@ def _container_of(x: torch.Tensor) -> str:
 
 
 CONTAINERS = (tuple, list, dict)
+"""Types of the containers that are followed."""
 MAX_DEPTH = 6
 """Containers around a tensor that are followed, one in another, up to the cache."""
 

@@ -63,12 +63,7 @@ from fshard.ops.trace.inner_gradients import (
     refuse_grads,
     refuse_hidden_gradients,
 )
-from fshard.ops.trace.kept_tensors import (
-    ClosureGuard,
-    LeftTensorError,
-    clear_left,
-    end_failed,
-)
+from fshard.ops.trace.kept_tensors import ClosureGuard, LeftTensorError, clear_left, end_failed
 from fshard.ops.trace.mapped_regions import name_regions, recorded_regions
 from fshard.ops.trace.passes.draw_layouts import assign_draw_layouts
 from fshard.ops.trace.passes.hidden_writes import copy_overwritten, keep_gradients
@@ -166,16 +161,18 @@ def trace(
     hidden = refuse_hidden_gradients(requires_grad, trace_depth, lambda: outer_levels[-1], where)
 
     def trace_with(new_mode: Callable[[], AboveAutograd | BelowAutograd]) -> TracedFunction:
-        for attempt in range(2):
+        def attempt() -> TracedFunction:
             mode = new_mode()
             is_above = isinstance(mode, AboveAutograd)
-            try:
-                with checkpoint_form(record_checkpoint if is_above else record_and_recompute):
-                    return _trace(fn, metas, where, requires_grad, devices, mode, numbers, names)
-            except LeftTensorError:
-                if attempt or not clear_left():
-                    raise
-        raise AssertionError("the second attempt returns or raises")
+            with checkpoint_form(record_checkpoint if is_above else record_and_recompute):
+                return _trace(fn, metas, where, requires_grad, devices, mode, numbers, names)
+
+        try:
+            return attempt()
+        except LeftTensorError:
+            if not clear_left():
+                raise
+        return attempt()
 
     def trace_once(*, outside: bool) -> TracedFunction:
         if above:
@@ -264,9 +261,9 @@ def _trace(
                 _check_functional(graph, where)
         except BaseException as error:
             end_failed(fake_mode)
-            if isinstance(error, ShardingError) or not isinstance(error, Exception):
-                raise
-            refuse_function(where, error, names)  # it is the user's function that ran
+            if isinstance(error, Exception) and not isinstance(error, ShardingError):
+                refuse_function(where, error, names)  # it is the user's function that ran
+            raise
     return TracedFunction(graph, written, tracked if above else frozenset(),
                           symbolic.condition() if symbolic else None,
                           tuple(mode.closures))  # fmt: skip

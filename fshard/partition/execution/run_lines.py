@@ -226,7 +226,7 @@ def _step_name(step: object) -> str:
 def compile_graph(graph: fx.GraphModule, observed: bool) -> Callable[..., tuple[Any, ...]]:
     """Return the code of a graph as a function that calls C functions of its operations directly.
 
-    What it calls is in its module if calls are `observed`.
+    Each function is called in its module if calls are `observed`.
 
     >>> graph = fx.Graph()
     >>> y = graph.call_function(torch.ops.aten.relu.default, (graph.placeholder("x"),))

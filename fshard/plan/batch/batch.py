@@ -348,9 +348,8 @@ def _cost(batch: Batch, topology: Topology) -> Cost:
     leaves, ranks = batch.leaves, cost_ranks(batch.leaves)
     launches = [[typed_step(leaves, *step) for step in launch.steps] for launch in batch.launches]
     overheads = [[_overhead(step, topology) for step in dict.fromkeys(steps)] for steps in launches]
-    sent, received = busiest_bytes_of(leaves)
-    steps = [typed_step(leaves, i, step) for i, leaf in enumerate(leaves)
-             for step in range(len(leaf.steps) if leaf is not None else 0)]  # fmt: skip
+    steps = _typed_steps(leaves)
+    sent, received = busiest_bytes(steps, ranks)
     copied = add_vectors((step_load(*step, ranks).copied for step in steps), ranks)
     starts = sum(nbytes > 0 for step in steps for nbytes in copied_bytes(*step))
     return Cost(
@@ -368,11 +367,13 @@ def _cost(batch: Batch, topology: Topology) -> Cost:
 
 def busiest_bytes_of(leaves: Leaves) -> tuple[int, int]:
     """Return the most bytes that one rank sends in all programs, and that one receives."""
-    steps = [
-        typed_step(leaves, i, step)
-        for i, leaf in enumerate(leaves) for step in range(len(leaf.steps) if leaf else 0)
-    ]  # fmt: skip
-    return busiest_bytes(steps, cost_ranks(leaves))
+    return busiest_bytes(_typed_steps(leaves), cost_ranks(leaves))
+
+
+def _typed_steps(leaves: Leaves) -> list[TypedStep]:
+    """Return every step of every leaf, local steps included."""
+    return [typed_step(leaves, i, step) for i, leaf in enumerate(leaves)
+            for step in range(len(leaf.steps) if leaf is not None else 0)]  # fmt: skip
 
 
 def _overhead(step: TypedStep, topology: Topology) -> tuple[float, int]:

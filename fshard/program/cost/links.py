@@ -129,7 +129,7 @@ class Partners(NamedTuple):
 
     Attributes:
         sends: the distances, 1 for the next rank, and the size of each message that it sends.
-        receives: those of messages that it receives.
+        receives: the distances and sizes of the messages that it receives.
     """
 
     sends: tuple[tuple[tuple[int, ...], int], ...]

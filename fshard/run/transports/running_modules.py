@@ -1,4 +1,4 @@
-"""Modules whose forward runs, and their paths: those of collectives in logs, and of traces."""
+"""Modules whose forward runs, with their paths, for collectives in logs and for traces."""
 
 from __future__ import annotations
 

@@ -154,19 +154,14 @@ class RecordingTransport(ShapeTransport):
         """Record the collective; elements that the rank sends to itself are not traffic."""
         own = group.index(self.rank)
         sent, received = (x.itemsize * (sum(n) - n[own]) for n in (send, receive))
-        coords = self.mesh.coords(self.rank)
-        axes = group_axes(self.mesh, group)
-        partners = Partners(
-            *(
-                tuple(
-                    (tuple(there[axis] - coords[axis] for axis in axes), count)
-                    for i, count in enumerate(counts)
-                    if count and i != own
-                    for there in [self.mesh.coords(group[i])]
-                )
-                for counts in (send, receive)
-            )
-        )
+        here, axes = self.mesh.coords(self.rank), group_axes(self.mesh, group)
+
+        def messages_of(counts: Sequence[int]) -> tuple[tuple[tuple[int, ...], int], ...]:
+            counted = [(rank, n) for rank, n in zip(group, counts, strict=True) if n]
+            others = [(self.mesh.coords(rank), n) for rank, n in counted if rank != self.rank]
+            return tuple([(tuple(there[x] - here[x] for x in axes), n) for there, n in others])
+
+        partners = Partners(messages_of(send), messages_of(receive))
         messages = max(1, *map(len, partners))
         op = "ppermute" if messages == 1 and len(group) > 2 else "all_to_all"
         nbytes = x.itemsize * max(sum(send), sum(receive))

@@ -161,7 +161,7 @@ def test_mapped_functions_and_custom_gradients_have_modules() -> None:
 
 
 def test_traces_call_no_trackers_of_modules() -> None:
-    """That of `CommDebugMode` adds hooks to modules, also of gradients, which no trace has."""
+    """`CommDebugMode` has a tracker that hooks modules, and gradients, which traces do not have."""
     net = Net()
     with CommDebugMode():
         partitioned(partial(loss_of, net))(dict(net.named_parameters()), torch.ones(4, 4))
