@@ -41,7 +41,13 @@ FLOAT = torch.float32
 
 REPEATS = 7
 BATCH, MAX_CALLS = 1e-2, 16
-"""Seconds of the calls that are timed together, and how many they are at most."""
+"""Seconds of the collectives that are timed together, and how many they are at most."""
+LOCAL_SHARE, MAX_LOCAL = 1e-2, 4096
+"""Calls of each rank alone that are timed together: their share of the duration, and their number.
+
+Ranks that share a core have it for some milliseconds at a time. In less than several turns of all
+of them the slowest rank would seem slower than all are on average.
+"""
 
 COPIED = {"cpu": 2**26, "cuda": 2**29}
 """Bytes of the local copy, by device: more than fit into caches."""
@@ -197,7 +203,7 @@ def _measure(world: ProcessWorld, mesh: Mesh, axes: Sequence[str], seconds: floa
     side = PRODUCT[world.device.type]
     matrix = torch.zeros(side, side, dtype=FLOAT, device=world.device)
     locally = (lambda: other.copy_(one), lambda: small.add_(1.0), lambda: matrix @ matrix)
-    copied, kernel, product = _typical(world, ranks, locally)
+    copied, kernel, product = _typical(world, ranks, locally, LOCAL_SHARE * seconds, MAX_LOCAL)
     launch = _launch_seconds(world, ranks)
     samples = _samples(world, mesh, axes, seconds)
     message, links = _fit(samples, launch)
@@ -350,18 +356,23 @@ def _launch_seconds(world: ProcessWorld, ranks: Group) -> float:
 
 
 def _typical(
-    world: ProcessWorld, ranks: Group, runs: Sequence[Callable[[], object]]
-) -> list[float]:
-    """Return each call's seconds on the slowest of `ranks`: the median of several rounds."""
+    world: ProcessWorld, ranks: Group, runs: Sequence[Callable[[], object]],
+    batch: float = BATCH, most: int = MAX_CALLS,
+) -> list[float]:  # fmt: skip
+    """Return each call's seconds on the slowest of `ranks`: the median of several rounds.
+
+    Calls of `batch` seconds, `most` of them at most, are timed together.
+    """
     first = _slowest(world, ranks, [_seconds(world, run, 2) for run in runs])
-    return _medians(world, ranks, runs, first)
+    return _medians(world, ranks, runs, first, batch, most)
 
 
 def _medians(
-    world: ProcessWorld, ranks: Group, runs: Sequence[Callable[[], object]], first: Sequence[float]
-) -> list[float]:
+    world: ProcessWorld, ranks: Group, runs: Sequence[Callable[[], object]], first: Sequence[float],
+    batch: float = BATCH, most: int = MAX_CALLS,
+) -> list[float]:  # fmt: skip
     """Return `_typical`'s seconds of calls that took about the seconds of `first`."""
-    calls = [max(1, min(MAX_CALLS, int(BATCH / max(seconds, 1e-9)))) for seconds in first]
+    calls = [max(1, min(most, int(batch / max(seconds, 1e-9)))) for seconds in first]
     times = [
         _seconds(world, run, n) for _ in range(REPEATS) for run, n in zip(runs, calls, strict=True)
     ]
