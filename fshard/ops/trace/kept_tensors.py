@@ -104,8 +104,11 @@ class ClosureGuard(DispatchMode):
         """
         if not (self._alive(arguments) or _kept(arguments)):
             return
+        gc.collect(1)  # reference cycles are not outside, and those of this trace are young
+        if not (self._alive(arguments) or _kept(arguments)):
+            return
         with _unfrozen():
-            gc.collect()  # reference cycles are not outside
+            gc.collect()
             clear_caches([*(x for x, _ in self._alive(arguments)), *_kept(arguments)])
             given = self._first_kept(arguments)
         if not given:
