@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -50,13 +51,13 @@ def layer_of(module: str) -> str:
     return module.split(".")[1] if "." in module else "__init__"
 
 
-def imports(tree: ast.AST, package: str) -> list[tuple[int, str]]:
+def imports(nodes: Sequence[ast.AST], package: str) -> list[tuple[int, str]]:
     """Return the line and full name of every imported module, imports in functions included.
 
     A name of `from fshard import name` is a module if the package has one of that name.
     """
     result = []
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             result += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -84,24 +85,24 @@ def is_private_torch(name: str) -> bool:
     return first == "torch" and underscored and rest[0] != "ops"
 
 
-def private_torch(tree: ast.AST) -> list[tuple[int, str]]:
+def private_torch(nodes: Sequence[ast.AST]) -> list[tuple[int, str]]:
     """Return the line and text of every use of private PyTorch."""
-    result = [(line, name) for line, name in imports(tree, "") if is_private_torch(name)]
+    result = [(line, name) for line, name in imports(nodes, "") if is_private_torch(name)]
     aliases = {
         alias.asname or alias.name: f"{node.module}.{alias.name}"
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch"
         for alias in node.names
     }
     aliases |= {
         alias.asname: alias.name
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.Import)
         for alias in node.names
         if alias.asname and alias.name.startswith("torch")
     }
-    inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    for node in ast.walk(tree):
+    inner = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
+    for node in nodes:
         if isinstance(node, ast.Attribute):
             first, _, rest = dotted(node).partition(".")
             name = f"{aliases.get(first, first)}.{rest}"
@@ -129,11 +130,11 @@ def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 def violations(source: str, module: str, package: str | None = None) -> list[str]:
     """Return the violations in the source of `module`; `package` resolves relative imports."""
-    tree = ast.parse(source)
+    nodes = [*ast.walk(ast.parse(source))]
     layer = layer_of(module)
     rooms = {layer, module.removeprefix("fshard.")}
     result = []
-    for line, name in imports(tree, package or module.rpartition(".")[0]):
+    for line, name in imports(nodes, package or module.rpartition(".")[0]):
         if name == "fshard" or name.startswith("fshard."):
             other = layer_of(name)
             if other not in ORDER:
@@ -146,9 +147,9 @@ def violations(source: str, module: str, package: str | None = None) -> list[str
     if layer != "_torch":
         result += [
             f"{module}:{line} uses {name}: private PyTorch belongs in _torch"
-            for line, name in private_torch(tree)
+            for line, name in private_torch(nodes)
         ]
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute):
             text = dotted(node)
             if text == "torch.distributed" and not rooms & ONLY_IN["torch.distributed"]:
