@@ -43,12 +43,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark all cases of a test with `sampled(n)` as slow, except every n-th one.
 
     An n that divides the number of values of no parameter reaches all values of all parameters.
-    Drawn tests have half of their examples unless the run is thorough.
+    Drawn tests have a third of their examples unless the run is thorough.
     """
     if not THOROUGH:
         for test in {item.obj for item in items if is_hypothesis_test(getattr(item, "obj", None))}:
             used = test._hypothesis_internal_use_settings
-            fewer = settings(used, max_examples=-(-used.max_examples // 2))
+            fewer = settings(used, max_examples=-(-used.max_examples // 3))
             test._hypothesis_internal_use_settings = fewer
     places: Counter[str] = Counter()
     for item in items:

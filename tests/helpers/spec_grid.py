@@ -107,8 +107,8 @@ def one_in(step: int) -> pytest.MarkDecorator:
 def sample_pairs(
     specs: Sequence[Spec], count: int, seed: int = 0, *, fixed: bool = False
 ) -> list[tuple[Spec, Spec]]:
-    """Return `count` distinct ordered pairs, half as many unless `fixed` or in thorough runs."""
-    count = count if fixed or THOROUGH else -(-count // 2)
+    """Return `count` distinct ordered pairs, a third of them unless `fixed` or in thorough runs."""
+    count = count if fixed or THOROUGH else -(-count // 3)
     indices = random.Random(seed).sample(range(len(specs) ** 2), min(count, len(specs) ** 2))
     return [(specs[i // len(specs)], specs[i % len(specs)]) for i in sorted(indices)]
 

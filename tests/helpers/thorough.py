@@ -1,4 +1,4 @@
-"""Switch of the environment: `FSHARD_THOROUGH=1` doubles random cases and layouts of rules."""
+"""Switch of the environment: `FSHARD_THOROUGH=1` triples random cases, doubles layouts of rules."""
 
 from __future__ import annotations
 

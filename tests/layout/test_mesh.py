@@ -179,19 +179,20 @@ def test_mesh_without_axes() -> None:
 
 
 def test_pickles_of_other_hash_seeds_are_equal() -> None:
-    """A pickle from a process with other string hashes has this process's hash."""
-    code = (
-        "import pickle, sys; from fshard.layout.mesh import Mesh\n"
-        "from fshard import PartitionSpec as P, Spec\n"
-        "mesh = Mesh({'dp': 2, 'tp': 2}, devices=(3, 1, 0, 2))\n"
-        "spec = Spec(mesh, P('dp', unreduced={'tp': 'max'}), shape=(5, 4), uneven='chunk')\n"
-        "sys.stdout.buffer.write(pickle.dumps((mesh, spec.partition, spec, hash('dp'))))"
-    )
+    """A pickle from a process with other string hashes has this process's hash.
+
+    That process loads a pickle before it has imported a module of the package.
+    """
     from fshard.layout.partition_spec import PartitionSpec as P
     from fshard.layout.spec import Spec
 
     mesh = Mesh({"dp": 2, "tp": 2}, devices=(3, 1, 0, 2))
     spec = Spec(mesh, P("dp", unreduced={"tp": "max"}), shape=(5, 4), uneven="chunk")
+    sent = mesh, spec.partition, spec
+    code = (
+        f"import pickle, sys; values = pickle.loads({pickle.dumps(sent)!r})\n"
+        "sys.stdout.buffer.write(pickle.dumps((str(values), *values, hash('dp'))))"
+    )
     seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
     process = subprocess.run(
         [sys.executable, "-c", code],
@@ -200,9 +201,10 @@ def test_pickles_of_other_hash_seeds_are_equal() -> None:
         capture_output=True,
         check=True,
     )
-    *values, string_hash = pickle.loads(process.stdout)
+    text, *values, string_hash = pickle.loads(process.stdout)
+    assert text == str(sent)
     assert string_hash != hash("dp"), "the two processes must hash strings differently"
-    for loaded, value in zip(values, (mesh, spec.partition, spec), strict=True):
+    for loaded, value in zip(values, sent, strict=True):
         assert loaded == value
         assert hash(loaded) == hash(value)
         assert {value: 1}[loaded] == 1

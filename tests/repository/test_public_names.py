@@ -7,8 +7,6 @@ import doctest
 import inspect
 import pickle
 import re
-import subprocess
-import sys
 import textwrap
 import typing
 from collections.abc import Callable, Iterator
@@ -97,19 +95,19 @@ def test_public_names_are_sorted_and_exist(package: Any) -> None:
     assert all(hasattr(package, name) for name in package.__all__)
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_public_functions_belong_to_the_package(name: str) -> None:
-    assert FUNCTIONS[name].__module__ == name.rpartition(".")[0]
+def test_public_functions_belong_to_the_package() -> None:
+    modules = {name: function.__module__ for name, function in FUNCTIONS.items()}
+    assert modules == {name: name.rpartition(".")[0] for name in FUNCTIONS}
 
 
-@pytest.mark.parametrize("name", CLASSES)
-def test_source_of_public_classes_is_found(name: str) -> None:
-    assert f"class {CLASSES[name].__name__}" in inspect.getsource(CLASSES[name])
+def test_source_of_public_classes_is_found() -> None:
+    for cls in CLASSES.values():
+        assert f"class {cls.__name__}" in inspect.getsource(cls)
 
 
-@pytest.mark.parametrize("name", CLASSES)
-def test_public_classes_pickle(name: str) -> None:
-    assert pickle.loads(pickle.dumps(CLASSES[name])) is CLASSES[name]
+def test_public_classes_pickle() -> None:
+    for cls in CLASSES.values():
+        assert pickle.loads(pickle.dumps(cls)) is cls
 
 
 def classes_in(annotation: Any) -> Iterator[type]:
@@ -121,14 +119,19 @@ def classes_in(annotation: Any) -> Iterator[type]:
             yield from classes_in(item)
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_types_in_signatures_are_public(name: str) -> None:
+def annotations(function: Any) -> dict[str, Any]:
+    """Return the annotations of the parameters, and that of the result as `return`."""
+    signature = inspect.signature(function_of(function))
+    types = {name: item.annotation for name, item in signature.parameters.items()}
+    return types | {"return": signature.return_annotation}
+
+
+def test_types_in_signatures_are_public() -> None:
     """A user can name the types of all arguments and results."""
-    signature = inspect.signature(FUNCTIONS[name])
-    annotations = [parameter.annotation for parameter in signature.parameters.values()]
     private = {
-        cls
-        for annotation in (*annotations, signature.return_annotation)
+        (name, cls)
+        for name, function in FUNCTIONS.items()
+        for annotation in annotations(function).values()
         for cls in classes_in(annotation)
         if cls.__module__.startswith("fshard") and cls not in CLASSES.values()
     }
@@ -138,12 +141,14 @@ def test_types_in_signatures_are_public(name: str) -> None:
 # -- signatures ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", FUNCTIONS | METHODS)
-def test_annotations_are_types(name: str) -> None:
-    signature = inspect.signature(function_of((FUNCTIONS | METHODS)[name]))
-    annotations = {key: item.annotation for key, item in signature.parameters.items()}
-    annotations["return"] = signature.return_annotation
-    assert {key for key, item in annotations.items() if isinstance(item, str)} == set()
+def test_annotations_are_types() -> None:
+    texts = {
+        (name, key)
+        for name, function in (FUNCTIONS | METHODS).items()
+        for key, annotation in annotations(function).items()
+        if isinstance(annotation, str)
+    }
+    assert not texts
 
 
 @pytest.mark.parametrize(
@@ -162,31 +167,29 @@ def test_signature_text(function: Any, text: str) -> None:
 # -- docstrings ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions_document_arguments_results_and_errors(name: str) -> None:
-    function = FUNCTIONS[name]
-    result = sections(function.__doc__ or "")
-    assert list(undocumented(function)) == []
-    if inspect.signature(function).return_annotation is not None:
-        assert "Returns" in result or "Yields" in result
-    if raises_itself(function):
-        assert "Raises" in result
+def test_functions_document_arguments_results_and_errors() -> None:
+    for name, function in FUNCTIONS.items():
+        result = sections(function.__doc__ or "")
+        assert list(undocumented(function)) == [], name
+        if inspect.signature(function).return_annotation is not None:
+            assert "Returns" in result or "Yields" in result, name
+        if raises_itself(function):
+            assert "Raises" in result, name
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_methods_document_several_arguments(name: str) -> None:
+def test_methods_document_several_arguments() -> None:
     """A single argument may be described by the first line."""
-    assert function_of(METHODS[name]).__doc__
-    if len(parameters(METHODS[name])) > 1:
-        assert list(undocumented(METHODS[name])) == []
+    for name, method in METHODS.items():
+        assert function_of(method).__doc__, name
+        if len(parameters(method)) > 1:
+            assert list(undocumented(method)) == [], name
 
 
-@pytest.mark.parametrize("name", FUNCTIONS | CLASSES)
-def test_docstrings_have_an_example(name: str) -> None:
+def test_docstrings_have_an_example() -> None:
     """The example is that of a user, who has imported `fshard`."""
-    examples = doctest.DocTestParser().get_examples((FUNCTIONS | CLASSES)[name].__doc__ or "")
-    assert examples
-    assert "import fshard as fs" in [example.source.strip() for example in examples]
+    for name, value in (FUNCTIONS | CLASSES).items():
+        examples = doctest.DocTestParser().get_examples(value.__doc__ or "")
+        assert "import fshard as fs" in [example.source.strip() for example in examples], name
 
 
 def test_checks_find_what_is_missing() -> None:
@@ -204,14 +207,6 @@ def test_checks_find_what_is_missing() -> None:
     assert set(sections(function.__doc__ or "")) == {"Args"}
     assert raises_itself(function)
     assert not raises_itself(parameters)
-
-
-def test_pickles_do_not_need_the_import_of_a_module() -> None:
-    """A pickle of public values loads in a process that has imported nothing."""
-    values = pickle.dumps((fs.Mesh(x=2), fs.P("x"), fs.Spec(fs.Mesh(x=2), fs.P("x"), shape=(4,))))
-    code = f"import pickle; print(pickle.loads({values!r}))"
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout == "(Mesh(x=2), P('x'), f32[4@x])\n"
 
 
 def test_modules_of_a_package_with_the_name_of_a_function_are_imported() -> None:

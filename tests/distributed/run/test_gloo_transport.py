@@ -131,7 +131,10 @@ def test_reductions_of_every_kind_and_dtype(mesh: Mesh) -> None:
         ((5, 2), P("y"), "chunk"),
         ((2, 5), P(None, "x"), "chunk"),
     ]
-    for dtype, kind, (shape, to, uneven) in itertools.product(DTYPES, kinds, layouts):
+    rows = enumerate(itertools.product(DTYPES, kinds), MESHES.index(mesh))
+    # Half of the layouts on this mesh, the others on the other one.
+    of_mesh = [(*row, layout) for at, row in rows for layout in layouts[at % 2 :: 2]]
+    for dtype, kind, (shape, to, uneven) in of_mesh:
         try:
             src = Spec(mesh, P(unreduced={"x": kind, "y": kind}), shape=shape, dtype=dtype)
         except fs.ShardingError:
@@ -143,7 +146,7 @@ def test_reductions_of_every_kind_and_dtype(mesh: Mesh) -> None:
         dst = Spec(mesh, to, shape=shape, dtype=dtype, uneven=uneven)
         differentiable = dtype in FLOATS and kind != "product"
         cases.append(case(fs.redistribute(src, dst), int(differentiable)))
-    assert len(cases) == 4 * (5 * 6 - 5)
+    assert len(cases) == 2 * (5 * 6 - 5)
     mixed = Spec(mesh, P("x", unreduced={"y": "max"}), shape=(4, 3))
     cases.append(case(fs.redistribute(mixed, mixed.replace(partition=P())), 1))
     check_cases(mesh, cases)

@@ -69,7 +69,7 @@ def steps(name: str, form: dict[str, Any]) -> Callable[[Tensors, Tensors], Tenso
     def run(params: Tensors, grads: Tensors) -> Tensors:
         params = [x.clone() for x in params]
         optimizer = create(params, **options, **form)
-        for scale in (1.0, -0.5, 0.25):
+        for scale in (1.0, -0.5):
             for param, grad in zip(params, grads, strict=True):
                 param.grad = grad * scale
             optimizer.step()
@@ -183,7 +183,7 @@ def test_a_fused_step_is_one_local_operation_for_each_parameter() -> None:
         call = part.trace(*specs)
     assert all(program.is_local for program in call.programs)
     names = [line.name for line in call.lines if isinstance(line, Operation)]
-    assert sum("fused_update" in name for name in names) == 3 * len(SHAPES)
+    assert sum("fused_update" in name for name in names) == 2 * len(SHAPES)
 
 
 @pytest.mark.parametrize("name", READING)

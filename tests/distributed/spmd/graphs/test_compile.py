@@ -40,26 +40,24 @@ def compiled(
     return done
 
 
-def gradient(
-    fn: Callable[..., torch.Tensor], x: torch.Tensor, ct: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    leaf = x.clone().requires_grad_()
-    y = fn(leaf)
-    return y.detach(), torch.autograd.grad(y, leaf, ct)[0]
-
-
 # -- every collective --------------------------------------------------------------------
 
 
 def run_cases(
     work: Work, backend: str, dynamic: bool | None
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the values and gradients of collectives that are all in one graph."""
     fs.init(MESH)
-    results = []
-    for at, x, ct in work:
-        body = lambda v, at=at: CASES[at].run(v, ("i",), mesh=MESH)  # noqa: E731
-        results.append(gradient(compiled(body, backend, dynamic), x, ct))
-    return results
+    cases, xs, cts = zip(*work, strict=True)
+
+    def body(*xs: torch.Tensor) -> list[torch.Tensor]:
+        pairs = zip(cases, xs, strict=True)
+        return [CASES[at].run(x, ("i",), mesh=MESH) for at, x in pairs]
+
+    leaves = [x.clone().requires_grad_() for x in xs]
+    ys = compiled(body, backend, dynamic)(*leaves)
+    grads = torch.autograd.grad(ys, leaves, cts)
+    return [(y.detach(), grad) for y, grad in zip(ys, grads, strict=True)]
 
 
 def words(name: str) -> tuple[str, ...]:
