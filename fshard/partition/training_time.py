@@ -24,6 +24,7 @@ from fshard.partition.ir import (
     operands_of,
 )
 from fshard.program.cost.topology import Topology
+from fshard.program.program import program_time
 
 FORWARD_AND_BACKWARD = 3
 """Work of a step by that of its forward pass: a gradient takes about two products for each."""
@@ -88,9 +89,9 @@ def step_times(
         elif isinstance(line, RegionCall):
             compute += region_time(line, topology)
             continue
-        time = sum(prog.cost(topology).time for prog in backward_programs(line))
+        time = sum(program_time(prog, topology) for prog in backward_programs(line))
         if isinstance(line, Redistribution):
-            time += line.program.cost(topology).time
+            time += program_time(line.program, topology)
             if line.source.value in arguments_of:
                 arguments_of.add(line.out)
                 arguments += time

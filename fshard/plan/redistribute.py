@@ -21,7 +21,7 @@ from fshard.plan.cross_mesh import plan_between
 from fshard.plan.plan_options import Objective, PlanOptions, objective_problems
 from fshard.program.cost.topology import Topology
 from fshard.program.cost.traffic import max_local_nbytes
-from fshard.program.program import Program
+from fshard.program.program import Program, peak_memory, program_time
 from fshard.program.program_arguments import as_topology, as_types, endpoint_problems, wire_problems
 from fshard.program.steps import (
     AllGather,
@@ -181,7 +181,7 @@ def _within(
         backward_dtype=options.backward_dtype, topology=options.topology,
     )  # fmt: skip
     limit = options.max_memory
-    return prog if limit is None or not steps or prog.cost().peak_memory <= limit else None
+    return prog if limit is None or not steps or peak_memory(prog) <= limit else None
 
 
 def _layouts_between(src: Spec, dst: Spec, options: PlanOptions) -> Iterator[Spec]:
@@ -200,9 +200,9 @@ def _allows(spec: Spec) -> bool:
 def _rank(prog: Program, options: PlanOptions) -> tuple[float, ...]:
     """Return the cost of a program, and that of its transpose, by which equal ones are ordered."""
     progs = [prog, prog.T] if prog.is_linear else [prog]
-    costs = [prog.cost(options.cost_topology or options.topology) for prog in progs]
-    if options.objective == "time":
-        return tuple(cost.time for cost in costs)
+    if options.cost_topology is not None:
+        return tuple(program_time(prog, options.cost_topology) for prog in progs)
+    costs = [prog.cost(options.topology) for prog in progs]
     return tuple(
         float(x) for cost in costs for x in (cost.bytes_received, cost.launches, cost.time)
     )
@@ -241,7 +241,7 @@ def _fix(src: Spec, dst: Spec, options: PlanOptions) -> str:
             too_little = ends if prog is None else too_little
         prog = prog or _find(src, dst, options._replace(max_memory=None))
         while prog is not None:
-            least = prog.cost().peak_memory
+            least = peak_memory(prog)
             enough = least <= too_little + 1
             prog = None if enough else _find(src, dst, options._replace(max_memory=least - 1))
     if least is not None:
@@ -251,7 +251,7 @@ def _fix(src: Spec, dst: Spec, options: PlanOptions) -> str:
     excluded = options.exclude
     used = {type(step).__name__ for step in unrestricted.steps if type(step) in excluded}
     fixes = [f"allow {', '.join(sorted(used))}"] if used else []
-    peak = unrestricted.cost().peak_memory
+    peak = peak_memory(unrestricted)
     if options.max_memory is not None and peak > options.max_memory:
         fixes.append(f"give max_memory={peak}")
     return " and ".join(fixes) or "lift one of the two restrictions"

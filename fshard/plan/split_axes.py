@@ -14,6 +14,7 @@ from fshard.layout.mesh import Mesh
 from fshard.layout.refinement import Refinement, common_refinement, prime_refinement
 from fshard.layout.spec import Spec
 from fshard.plan.search.astar import search
+from fshard.plan.search.problem import SearchProblem
 from fshard.program.cost.topology import Topology
 from fshard.program.program import Program
 from fshard.program.steps import Exchange, Remesh, Step
@@ -40,14 +41,28 @@ def plan_steps(
         return best[0] if best else None
     # A program on the finer mesh has two more steps, so it must save at least 1 %.
     limit = best[1] * 0.99 if best else limit
-    start, end = (
-        Spec._of(fine.mesh, fine.refine(spec.partition), spec.shape, spec.dtype, spec.sizes)
-        for spec in (src, dst)
-    )
+    start, end = (_refined(spec, fine) for spec in (src, dst))
     finer = search(start, end, topology, max_memory, exclude, limit)
     if finer is None:
         return best[0] if best else None
     return [Remesh(fine.mesh, start.partition), *finer[0], Remesh(src.mesh, dst.partition)]
+
+
+def least_cost(src: Spec, dst: Spec, topology: Topology) -> float:
+    """Return a lower bound of the seconds of `plan_steps`, without a search."""
+    problem = SearchProblem(src, dst, topology, None, frozenset())
+    least = problem.bound(problem.start)
+    fine = node_refinement(src.mesh, topology, False) if least else None
+    if fine is None:
+        return least
+    problem = SearchProblem(_refined(src, fine), _refined(dst, fine), topology, None, frozenset())
+    return min(least, problem.bound(problem.start))
+
+
+def _refined(spec: Spec, fine: Refinement) -> Spec:
+    """Return a spec on a finer grid of its devices."""
+    p = fine.refine(spec.partition)
+    return Spec._of(fine.mesh, p, spec.shape, spec.dtype, spec.sizes)
 
 
 @lru_cache(maxsize=1024)

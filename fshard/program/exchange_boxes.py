@@ -194,11 +194,11 @@ def axis_positions(
     """
     positions: dict[str, object] = {}
     for dim, (axes, dim_sizes) in enumerate(zip(dims, sizes, strict=True)):
-        major, minor = 1, math.prod([axis_sizes[axis] for axis in axes])
-        for axis in axes:
-            minor //= axis_sizes[axis]
-            positions[axis] = dim, major, join(dim_sizes, minor)
-            major *= axis_sizes[axis]
+        joined, major = dim_sizes, math.prod([axis_sizes[axis] for axis in axes])
+        for axis in reversed(axes):
+            major //= axis_sizes[axis]
+            positions[axis] = dim, major, joined
+            joined = join(joined, axis_sizes[axis])
     return positions
 
 

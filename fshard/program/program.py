@@ -159,7 +159,7 @@ class Program(NotebookView):
     @property
     def is_local(self) -> bool:
         """True if it runs without communication."""
-        return not any(t.launches for t in map(traffic, self.steps, self.specs, self.specs[1:]))
+        return not num_launches(self)
 
     def then(self, other: Program) -> Program:
         """Compose this program with `other`, which runs after it; also written `>>`.
@@ -442,19 +442,43 @@ def wire_specs(prog: Program) -> tuple[Spec, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _cost(prog: Program, topology: Topology) -> Cost:
+def program_time(prog: Program, topology: Topology) -> float:
+    """Return the seconds of a program, without the bytes of its busiest rank.
+
+    The bytes take longer: a rank that sends most over several steps is looked for among all ranks.
+    """
+    return sum(step_time(topology, *triple) for triple in _triples(prog))
+
+
+def num_launches(prog: Program) -> int:
+    """Return the number of collectives of a program."""
+    return sum(t.launches for t in map(traffic, prog.steps, prog.specs, prog.specs[1:]))
+
+
+def peak_memory(prog: Program) -> int:
+    """Return the bytes of the largest local between the steps of a program."""
+    return max(map(max_local_nbytes, (prog.src, *wire_specs(prog), prog.dst)))
+
+
+def _triples(prog: Program) -> list[tuple[Step, Spec, Spec]]:
+    """Return the steps with the specs before and after them, as they are sent."""
     wire = wire_specs(prog)
-    triples = list(zip(prog.steps, wire[:-1], wire[1:], strict=True))
+    return list(zip(prog.steps, wire[:-1], wire[1:], strict=True))
+
+
+@lru_cache(maxsize=4096)
+def _cost(prog: Program, topology: Topology) -> Cost:
+    wire, triples = wire_specs(prog), _triples(prog)
     moved = [traffic(*triple) for triple in triples]
     sent, received = sum(t.sent for t in moved), sum(t.received for t in moved)
     differ = any(any(spec.sizes) or spec.mesh != prog.src.mesh for spec in wire)
     if differ and sum(t.launches for t in moved) > 1:  # the busiest ranks of steps may be several
         sent, received = busiest_bytes(triples, union_ranks(spec.mesh for spec in wire))
     return Cost(
-        time=sum(step_time(topology, *triple) for triple in triples),
+        time=program_time(prog, topology),
         bytes_sent=sent,
         bytes_received=received,
-        peak_memory=max(map(max_local_nbytes, (prog.src, *wire, prog.dst))),
+        peak_memory=peak_memory(prog),
         launches=sum(t.launches for t in moved),
         messages=sum(t.messages for t in moved),
     )

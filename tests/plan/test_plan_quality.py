@@ -16,10 +16,11 @@ from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec as P
 from fshard.layout.spec import Spec
 from fshard.plan.redistribute import redistribute
+from fshard.plan.split_axes import least_cost
 from fshard.program.cost.links import Link
 from fshard.program.cost.topology import Topology
 from fshard.program.lower_bound import lower_bound
-from fshard.program.program import Program
+from fshard.program.program import Program, program_time
 from fshard.program.steps import (
     AllGather,
     AllReduce,
@@ -56,6 +57,14 @@ def ratios(pairs: Pairs, exclude: Sequence[type] = ()) -> list[float]:
         if least:
             values.append(received / least)
     return values
+
+
+def test_least_cost_is_at_most_the_time_of_the_plan() -> None:
+    specs = spec_grid.all_specs(Mesh(x=4, y=2), (64, 64), dtype=torch.float32)
+    for on in (Topology.node(), Topology.cluster(2)):  # an axis leaves a node with half its length
+        for src, dst in spec_grid.sample_pairs(specs, 60, seed=5):
+            least = least_cost(src, dst, on)
+            assert least <= program_time(redistribute(src, dst, topology=on), on) * (1 + 1e-9)
 
 
 def mean(values: Iterable[float]) -> float:

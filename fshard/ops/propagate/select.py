@@ -33,8 +33,10 @@ from fshard.ops.propagate.choice_hints import (
 )
 from fshard.ops.strategy.axis_roles import AxisState, Role, axis_states, factor_sizes
 from fshard.ops.strategy.strategy import Layouts, OperandLayouts, Strategy
+from fshard.plan.split_axes import least_cost
 from fshard.program.cost.topology import Topology
 from fshard.program.cost.traffic import max_local_nbytes
+from fshard.program.program import num_launches, program_time
 
 MAX_ALTERNATIVES = 6
 MAX_PREFERENCES = 7
@@ -102,9 +104,13 @@ class _Search:
         best = self.least(axes, count)
         if not best or not _moves_several_axes(best[0]):
             return best
-        best = self.least(axes, 1 + MAX_ALTERNATIVES)
-        best = [self.planned(x) if _moves_several_axes(x) else x for x in best]
-        return sorted(best, key=lambda strategy: strategy.time)[:count]
+        best: list[Strategy] = []
+        for strategy in self.least(axes, 1 + MAX_ALTERNATIVES):
+            if len(best) >= count and self.least_time(strategy) > best[count - 1].time:
+                continue
+            planned = self.planned(strategy) if _moves_several_axes(strategy) else strategy
+            best = sorted([*best, planned], key=lambda strategy: strategy.time)
+        return best[:count]
 
     def alternatives(self, best: Strategy) -> tuple[Strategy, ...]:
         """Return the fastest other strategies, also those that keep no operand sharded."""
@@ -138,15 +144,24 @@ class _Search:
         self.moves[id(strategy)] = strategy, moves
         return strategy
 
+    def least_time(self, strategy: Strategy) -> float:
+        """Return a lower bound of the time of a strategy with that of its programs."""
+        arguments, topology = self.query.arguments, self.query.topology
+        time = strategy.time - self.moves[id(strategy)][1]
+        for operand, ends in enumerate(zip(strategy.sources, strategy.shard_specs, strict=True)):
+            shared = topology.launch if operand in arguments.operands else 0.0
+            time += max(0.0, least_cost(*ends, topology) - shared)
+        return time
+
     def planned(self, strategy: Strategy) -> Strategy:
         """Return a strategy with the time of its programs in place of their estimate."""
         arguments, topology = self.query.arguments, self.query.topology
         moves, launched = 0.0, {*arguments.launched}
         for operand, prog in enumerate(strategy.programs):
-            cost, kinds = prog.cost(topology), gathers(prog.src, prog.dst)
-            moves += cost.time
+            moves += program_time(prog, topology)
+            kinds = gathers(prog.src, prog.dst)
             if operand in arguments.operands and kinds:
-                moves -= cost.launches * topology.launch if kinds <= launched else 0.0
+                moves -= num_launches(prog) * topology.launch if kinds <= launched else 0.0
                 launched |= kinds
         return replace(strategy, time=strategy.time - self.moves[id(strategy)][1] + moves)
 

@@ -42,6 +42,7 @@ from fshard.partition.ir import (
 from fshard.partition.training_time import FORWARD_AND_BACKWARD, local_compute_time, region_time
 from fshard.program.cost.topology import Topology
 from fshard.program.cost.traffic import max_local_nbytes
+from fshard.program.program import program_time
 from fshard.spmd.collectives.collective_matmul import all_gather_matmul, matmul_reduce_scatter
 from fshard.spmd.collectives.pcast import axis_index, pcast
 from fshard.spmd.mapped_function import MappedFunction
@@ -175,7 +176,9 @@ class ProductRing:
 
     def may_save(self, topology: Topology) -> bool:
         """Return False if the launches of the ring alone take as long as what it replaces."""
-        times = [x.cost(topology).time for x in (self.move.program, *backward_programs(self.move))]
+        times = [
+            program_time(x, topology) for x in (self.move.program, *backward_programs(self.move))
+        ]
         work = self.work(topology)
         return len(times) * (self.steps - 1) * topology.launch < sum(times) + len(times) * work
 
@@ -187,8 +190,8 @@ class ProductRing:
     def saves(self, call: RegionCall, topology: Topology) -> bool:
         """Return True if a call takes less modelled time than the lines that it replaces."""
         move, passes = self.move, 1 if call.grads is None else FORWARD_AND_BACKWARD
-        time = move.program.cost(topology).time + passes * self.work(topology)
-        time += sum(x.cost(topology).time for x in backward_programs(move))
+        time = program_time(move.program, topology) + passes * self.work(topology)
+        time += sum(program_time(x, topology) for x in backward_programs(move))
         starts = passes * (self.steps - 1) * len(self.products) * topology.kernel
         copies = self.copied_bytes(call) / topology.memory
         return region_time(call, topology) + starts + copies < SHORTER * time

@@ -21,7 +21,7 @@ from fshard.partition import ir
 from fshard.partition.ir import Line, Ref
 from fshard.plan.redistribute import redistribute
 from fshard.program.cost.topology import Topology
-from fshard.program.program import Program
+from fshard.program.program import Program, program_time
 
 
 class Created(Protocol):
@@ -147,7 +147,9 @@ class Assignment:
         """Add a halo exchange or reduction of a value; return the value of its result."""
         out = self.new_value()
         self.lines.append(ir.Redistribution(out, Ref(source), halo, grad))
-        self.time += halo.cost(topology).time + (halo.T.cost(topology).time if grad else 0.0)
+        self.time += program_time(halo, topology) + (
+            program_time(halo.T, topology) if grad else 0.0
+        )
         return out
 
     def new_value(self) -> int:
@@ -213,9 +215,9 @@ def _add_program(
 
     def seconds(prog: Program) -> float:
         """Return a program's time, with that of its transpose if the tensor has a gradient."""
-        time = prog.cost(topology).time
+        time = program_time(prog, topology)
         has_backward = tensor.grad and prog.is_linear
-        return time + prog.T.cost(topology).time if has_backward else time
+        return time + program_time(prog.T, topology) if has_backward else time
 
     progs = [
         (prog, value)

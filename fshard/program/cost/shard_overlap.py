@@ -166,8 +166,19 @@ def pieces(src: Spec, dst: Spec, converted: Set[str] = NO_AXES) -> int:
         elif src.sizes[dim] is None and dst.sizes[dim] is None:
             count *= even_pieces(src.dim_shards(dim), dst.dim_shards(dim))
         else:
-            count *= dim_pieces(src.shard_sizes(dim), shard_intervals(dst, dim))
+            count *= tiling_pieces(src.shard_sizes(dim), dst.shard_sizes(dim))
     return count
+
+
+def tiling_pieces(have: Sequence[int], need: Sequence[int]) -> int:
+    """Return the most shards of sizes `have` that one of sizes `need` meets, of a whole dim.
+
+    >>> tiling_pieces((3, 0, 5), (4, 4))
+    2
+    """
+    ends, goals = (dict.fromkeys(itertools.accumulate(x, initial=0)) for x in (have, need))
+    place = {end: i for i, end in enumerate(dict.fromkeys(sorted((*ends, *goals))))}
+    return max((place[b] - place[a] for a, b in itertools.pairwise(goals)), default=1)
 
 
 def masks_by_coordinate(

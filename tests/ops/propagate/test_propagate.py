@@ -22,8 +22,9 @@ from fshard.ops.core.cache_keys import freeze, unfreeze
 from fshard.ops.core.registry import register_rule
 from fshard.ops.propagate.propagate import propagate
 from fshard.plan.redistribute import redistribute
+from fshard.program.cost.topology import Topology
 from tests.helpers.ops.tied_calls import strategy_line, tied_calls
-from tests.helpers.spec_grid import all_partitions, error_text
+from tests.helpers.spec_grid import all_partitions, all_specs, error_text, sample_pairs
 
 ROOT = Path(__file__).parent.parent.parent.parent
 MESH = Mesh(dp=2, tp=4)
@@ -96,6 +97,16 @@ def test_alternatives_are_ordered_by_time() -> None:
     strategies = [strategy, *strategy.alternatives]
     assert [item.time for item in strategies] == sorted(item.time for item in strategies)
     assert len({item.roles for item in strategies}) == len(strategies)
+
+
+def test_no_alternative_is_faster_where_several_axes_move() -> None:
+    """Some strategies are not planned, as a lower bound of their time is above another's."""
+    mesh, on = Mesh(x=4, y=2), Topology.cluster(2)
+    states = "invariant", "unreduced"
+    specs = all_specs(mesh, (1 << 12, 1 << 10), states, dtype=torch.float32)
+    for src, dst in sample_pairs(specs, 60, seed=3):
+        best = propagate(torch.add, src, dst, topology=on)
+        assert all(best.time <= other.time for other in best.alternatives), (src, dst)
 
 
 def test_str_of_a_strategy() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from fshard import Mesh, P, Spec
 from fshard.plan.search.search_layout import LONG, LongSizes, SearchLayout, hashed_once
-from fshard.program.cost.shard_overlap import dim_pieces
+from fshard.program.cost.shard_overlap import dim_pieces, tiling_pieces
 from fshard.program.infer import join_sizes, split_sizes
 
 SIZES = [(3, 5, 0, 8, 1, 1), (0, 0, 4, 4, 0, 7), (1, 2, 3, 4, 5, 6)]
@@ -40,6 +40,12 @@ def test_pieces_are_the_shards_that_a_target_meets(sizes: tuple[int, ...], maske
         others = [(0, stops[-1]), (start, start)]
         most = dim_pieces(sizes, others, mask)
         assert dim_pieces(sizes, [(start, stop), *others], mask) == max(met, most)
+        if not masked:
+            targets = start, stop - start, 0, stops[-1] - stop
+            expected = dim_pieces(
+                sizes, itertools.pairwise(itertools.accumulate(targets, initial=0))
+            )
+            assert tiling_pieces(sizes, targets) == expected
 
 
 def test_long_sizes_are_equal_keys_and_stay_in_the_search() -> None:
