@@ -104,7 +104,7 @@ class _Search:
         best = self.least(axes, count)
         if not best or not _moves_several_axes(best[0]):
             return best
-        best: list[Strategy] = []
+        best = []
         for strategy in self.least(axes, 1 + MAX_ALTERNATIVES):
             if len(best) >= count and self.least_time(strategy) > best[count - 1].time:
                 continue
