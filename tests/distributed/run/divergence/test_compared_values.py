@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from math import nan
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
 
 import fshard as fs
 from fshard import Mesh, P, ShardingError
@@ -26,6 +29,18 @@ def error_of(function: Callable[..., Any], *args: Any) -> str:
     except ShardingError as error:
         return str(error)
     return ""
+
+
+def in_fake_mode(x: torch.Tensor) -> None:
+    """Shard a tensor with values in a mode of tensors without."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fs.shard(x, MESH, P("x"))
+
+
+def in_threads(tensors: list[torch.Tensor]) -> None:
+    """Shard tensors in threads, as loaders do, which come in an order of their own."""
+    with ThreadPoolExecutor(1) as pool:
+        list(pool.map(lambda x: fs.shard(x, MESH, P("x")), tensors))
 
 
 def errors_of_rank() -> dict[str, str]:
@@ -48,7 +63,13 @@ def errors_of_rank() -> dict[str, str]:
         "shard": error_of(lambda: fs.shard(w.expand(8, 4), MESH, P("x"))),
         "complex": error_of(lambda: fs.shard(torch.complex(w, w), MESH, P("x"))),
         "counts": error_of(lambda: fs.shard(torch.tensor([1000, 1001 + rank]), MESH, P("x"))),
+        "seeds": error_of(lambda: fs.shard(torch.tensor([2**60 + rank, 0]), MESH, P("x"))),
+        "nan": error_of(lambda: fs.shard(torch.tensor([1.0, nan if rank else 2.0]), MESH, P())),
         "no elements": error_of(lambda: fs.shard(w[:0], MESH, P("x"))),
+        "bf16": error_of(lambda: fs.shard(torch.tensor([4 + rank / 32]).bfloat16(), MESH, P())),
+        "bits": error_of(lambda: fs.shard(torch.ones(8).byte().view(torch.bits8), MESH, P())),
+        "fake mode": error_of(in_fake_mode, torch.ones(2)),
+        "threads": error_of(in_threads, [torch.full((6,), float(i ^ rank)) for i in range(2)]),
     }
 
 
@@ -56,9 +77,13 @@ def test_values_that_differ_between_processes_are_refused() -> None:
     """The process that comes first goes on: nothing waits for others where none communicates."""
     first, second = run_ranks(2, errors_of_rank)
     refused = {name for name in first if first[name]} | {name for name in second if second[name]}
-    assert refused == {"closed over", "argument", "of a body", "shard", "complex", "counts"}
+    differing = {"closed over", "argument", "of a body", "shard", "complex", "counts"}
+    differing |= {"seeds", "nan"}
+    assert refused == differing
     errors = {name: first[name] or second[name] for name in first}
     assert not any(first[name] and second[name] for name in first)
     assert errors["argument"].startswith("fs.partition(scaled)\n  given: a tensor of f64[4], whose")
     assert "test_compared_values.py" in errors["shard"].partition("\n")[0]
+    assert "nan on rank 1" in errors["nan"] and "2 on rank 0" in errors["nan"]
+    assert f"{2**60 + 1} on rank 1" in errors["seeds"]
     assert "fix:   torch.manual_seed(0) on every rank" in errors["closed over"]
