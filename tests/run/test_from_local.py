@@ -89,7 +89,7 @@ def test_from_local_names_every_wrong_rank_unless_unchecked() -> None:
 
 SQUARE = Mesh(x=2, y=2)
 DIFFERING = tuple(torch.full((2,), float(rank)) for rank in range(4))
-NAN = tuple(torch.tensor([torch.nan, 1.0]) for _ in range(4))
+NAN = tuple(torch.tensor([torch.nan, 0.0]) * (-1) ** rank for rank in range(4))
 
 
 def test_from_local_compares_the_values_of_replicas() -> None:

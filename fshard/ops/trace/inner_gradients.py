@@ -49,7 +49,7 @@ from fshard.ops.trace.constants import (
     with_known_sizes,
 )
 from fshard.ops.trace.custom_functions import apply_in_transform, apply_traced, has_own_backward
-from fshard.ops.trace.functionalize import base_of, written_operands
+from fshard.ops.trace.functionalize import base_of, writes, written_operands
 from fshard.ops.trace.fused_updates import FUSED_STEPS
 from fshard.ops.trace.inference import as_traced
 from fshard.ops.trace.source_places import note_gradients, note_place
@@ -202,7 +202,8 @@ class AboveAutograd(TraceMode):
         func, args, kwargs = with_known_sizes(func, args, kwargs or {}, self.read)
         if (replaced := self.positions.replaced(func, args, kwargs)) is not None:
             return replaced()
-        out = self.run(func, args, kwargs)
+        with returned_operands_keep_nodes((args, kwargs)):
+            out = self.run(func, args, kwargs)
         if func == torch.Tensor.requires_grad.__get__ and not out:  # type: ignore[attr-defined]
             return torch.is_grad_enabled() and is_inexact(args[0]) and self._reaches(args[0])
         return out
@@ -375,6 +376,25 @@ def _node_of(x: torch.Tensor) -> fx.Node | None:
     x = x if is_batched_at_any_level(x) else innermost(x)
     slot: Any = None if mode is None else get_proxy_slot(x, mode.tracer, None)
     return None if slot is None else slot.proxy.node
+
+
+@contextmanager
+def returned_operands_keep_nodes(operands: Any) -> Iterator[None]:
+    """Give operands that a function under `no_grad` returns their nodes back.
+
+    `x.contiguous()` or `x.to(dtype)` may return `x` itself, which has its gradient still: the node
+    of the call would pass none on.
+    """
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, set_proxy_slot
+
+    mode: Any = None if torch.is_grad_enabled() else get_proxy_mode()
+    tensors = [] if mode is None else [innermost(x) for x in tensors_in(operands)]
+    slots: list[Any] = [get_proxy_slot(x, mode.tracer, None) for x in tensors]
+    yield
+    for x, slot in zip(tensors, slots, strict=True):
+        node = None if slot is None else _node_of(x)
+        if node is not None and node is not slot.proxy.node and not writes(node):
+            set_proxy_slot(x, mode.tracer, slot)
 
 
 # -- entry points that no mode sees -------------------------------------------------------------

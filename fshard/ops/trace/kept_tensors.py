@@ -122,8 +122,10 @@ class ClosureGuard(DispatchMode):
         """Return the name of a result or an argument that is kept, "" if none is."""
         for x, name in self._alive(arguments):
             return f"a result of {name}{_container_of(x)}"
-        kept = _kept(arguments)
-        return next((f"argument {i}" for i, x in enumerate(arguments) if kept and x is kept[0]), "")
+        for x in _kept(arguments):
+            index = next(i for i, argument in enumerate(arguments) if argument is x)
+            return f"argument {index}{_container_of(x)}"
+        return ""
 
     def _alive(self, arguments: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, str]]:
         """Return the results that exist, arguments left out, with their operations."""
