@@ -135,7 +135,8 @@ def value_digest(x: torch.Tensor) -> torch.Tensor:
 
     >>> value_digest(torch.zeros(2)).equal(value_digest(torch.zeros(1, 2)))
     False
-    >>> value_digest(torch.tensor([0.0, math.nan])).equal(value_digest(-torch.tensor([0, math.nan])))
+    >>> zero_and_nan = torch.tensor([0.0, math.nan])
+    >>> value_digest(zero_and_nan).equal(value_digest(-zero_and_nan))
     True
     """
     # Copy: a view as bytes needs contiguous elements; `contiguous` keeps odd strides of size 1.
