@@ -471,7 +471,10 @@ def _cost(prog: Program, topology: Topology) -> Cost:
     wire, triples = wire_specs(prog), _triples(prog)
     moved = [traffic(*triple) for triple in triples]
     sent, received = sum(t.sent for t in moved), sum(t.received for t in moved)
-    differ = any(any(spec.sizes) or spec.mesh != prog.src.mesh for spec in wire)
+    devices = prog.src.mesh.devices
+    differ = any(any(spec.sizes) or spec.mesh.devices != devices for spec in wire) or any(
+        t.launches and a.mesh != b.mesh for t, (_, a, b) in zip(moved, triples, strict=True)
+    )
     if differ and sum(t.launches for t in moved) > 1:  # the busiest ranks of steps may be several
         sent, received = busiest_bytes(triples, union_ranks(spec.mesh for spec in wire))
     return Cost(

@@ -342,3 +342,14 @@ def test_planning_does_not_depend_on_the_number_of_devices(options: dict[str, An
         assert prog.dst == dst
         assert prog == prog.T.T
         assert prog.cost().bytes_sent >= 0
+
+
+def test_costs_over_split_axes_do_not_list_the_devices() -> None:
+    src, dst = (
+        Spec(Mesh(x=1024, y=1024), p, shape=(2**20, 2**20))
+        for p in (P(None, ("x", "y")), P(("x", "y")))
+    )
+    prog = redistribute(src, dst, topology=Topology.cluster())
+    assert prog.specs[1].mesh != src.mesh
+    with spec_grid.peak_memory_below(4 << 20):  # a table of the devices takes 8 MiB and more
+        assert prog.cost().bytes_sent > 0
