@@ -123,6 +123,8 @@ class _FunctionalInterpreter(fx.Interpreter):
         operand = _hidden_base(n)
         if operand is not None and _is_identity(n, operand):
             return self.env[operand]
+        if _writes_what_others_read(n):
+            return _one_by_one(n.target, *self.fetch_args_kwargs_from_env(n))
         replacements = _VIEWS if operand is not None else _EXPLICIT_WRITES if writes(n) else {}
         replacement = replacements.get(base_name(n.target))
         if replacement is not None:
@@ -132,6 +134,30 @@ class _FunctionalInterpreter(fx.Interpreter):
         if operand is not None and not _are_views(result, self.env[operand]):
             _refuse_views(n, operand)
         return result
+
+
+def _writes_what_others_read(node: fx.Node) -> bool:
+    """Return True for an operation on lists one of whose elements writes memory of another one.
+
+    As values all elements would be computed from what was there before.
+    """
+    if not base_name(node.target).startswith("_foreach_"):
+        return False
+    users: dict[int, set[int]] = {}
+    for value in (*node.args, *node.kwargs.values()):
+        members = enumerate(value) if isinstance(value, list | tuple) else [(-1, value)]
+        for index, member in members:
+            for storage in _storages(member) if isinstance(member, fx.Node) else ():
+                users.setdefault(storage, set()).add(index)
+    return any(len(users[storage]) > 1 for x in writes(node) for storage in _storages(x))
+
+
+def _one_by_one(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Run an operation that writes a list for each of its elements in turn, as kernels of CPUs."""
+    named = _named(op, args, kwargs)
+    lists = [key for key, x in named.items() if isinstance(x, list | tuple) or key == "scalars"]
+    for index in range(len(args[0])):
+        op(**{**named, **{key: named[key][index : index + 1] for key in lists}})
 
 
 def _instance_norm(

@@ -321,6 +321,32 @@ def test_foreach_writes_lists_of_arguments() -> None:
     assert all(prog.is_local for prog in part.trace(*lists).programs)
 
 
+def test_foreach_writes_elements_that_others_read_in_turn() -> None:
+    """The gradients are those of the single writes, which PyTorch has wrong for such lists."""
+
+    def on_lists(x: Tensor) -> Tensor:
+        y, z, total = x * 2, x.cos(), x.detach().sum()
+        torch._foreach_add_([y, y.view(-1), y[1]], [x, x.view(-1), y[2]])
+        torch._foreach_add_([y, z], [z, y])
+        torch._foreach_mul_([y, y], [0.5, 3.0])
+        with torch.no_grad():
+            torch._foreach_mul_([total, total], total)
+        return y + z * total
+
+    def in_turn(x: Tensor) -> Tensor:
+        y, z, total = x * 2, x.cos(), x.detach().sum()
+        y.add_(x).add_(x)
+        y[1].add_(y[2])
+        y.add_(z)
+        z.add_(y)
+        return y.mul_(0.5).mul_(3.0) + z * total**4
+
+    x = sample(4, 4).requires_grad_()
+    results = fs.partition(on_lists, mesh=MESH, in_specs=P("dp"))(x), in_turn(x)
+    torch.testing.assert_close(*results)
+    torch.testing.assert_close(*(torch.autograd.grad(y.sin().sum(), x) for y in results))
+
+
 def test_explain_lists_written_arguments() -> None:
     part = fs.partition(moment, mesh=MESH, in_specs=P("dp"))
     shapes = [torch.ones(4, 4) for _ in range(3)]
