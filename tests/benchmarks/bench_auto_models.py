@@ -64,8 +64,9 @@ class ModelBlock:
         return params, torch.empty(self.input, device="meta")
 
 
-def _shapes(params: Params) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(x.shape) for name, x in params.items()}
+def _scaled(params: Params, n: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of parameters that are `n` times as wide."""
+    return {name: tuple(n * size for size in x.shape) for name, x in params.items()}
 
 
 T, R = P(MODEL), P(None, MODEL)
@@ -74,11 +75,11 @@ BLOCKS = {
         mlp, {"a": (1024, 4096), "b": (4096, 1024)}, (8192, 1024), {"a": P(None, MODEL), "b": T}
     ),
     "GPT block": ModelBlock(
-        blocks.gpt, _shapes(blocks.gpt_params(1024)), (32, 512, 1024),
+        blocks.gpt, _scaled(blocks.gpt_params(16), 64), (32, 512, 1024),
         {**{f"{t}{c}": T for t in "wb" for c in "qkv1"}, "wo": R, "w2": R},
     ),
     "Llama block": ModelBlock(
-        blocks.llama, _shapes(blocks.llama_params(1024)), (32, 512, 1024),
+        blocks.llama, _scaled(blocks.llama_params(16), 64), (32, 512, 1024),
         {**{f"w{c}": T for c in "qkvgu"}, "wo": R, "wd": R},
     ),
     "UNet block": ModelBlock(
