@@ -37,12 +37,11 @@ shares_memory: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_alias
 def without_fake_tensor_logs() -> Iterator[None]:
     """Run a block without the long messages that PyTorch logs of a function that fails."""
     logger = logging.getLogger(FAKE_TENSOR_LOGGER)
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+    before, logger.disabled = logger.disabled, True
     try:
         yield
     finally:
-        logger.setLevel(level)
+        logger.disabled = before
 
 
 def is_recording() -> bool:
