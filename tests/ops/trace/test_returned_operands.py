@@ -1,4 +1,4 @@
-"""Operands that functions return as they are, under `no_grad`: they keep their gradients."""
+"""Tensors in the memory of others under `no_grad`: operands that are returned, and views."""
 
 from __future__ import annotations
 
@@ -41,10 +41,16 @@ def doubled(x: Tensor, w: Tensor) -> Tensor:
     return y
 
 
-@pytest.mark.parametrize("fn", [divided_by_norm, divided_by_mean, moved, doubled])
-def test_operands_that_functions_return_keep_their_gradients(
-    fn: Callable[[Tensor, Tensor], Tensor],
-) -> None:
+def viewed(x: Tensor, w: Tensor) -> Tensor:
+    y = (x @ w).relu_()
+    with torch.no_grad():
+        rows, columns = y.t(), y.chunk(2, 1)
+    return y @ rows + torch.cat(columns, 1)
+
+
+@pytest.mark.parametrize("fn", [divided_by_norm, divided_by_mean, moved, doubled, viewed])
+def test_gradients_of_memory_that_no_grad_shares(fn: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Operands that functions return keep their gradients, and views have none."""
     generator = torch.Generator().manual_seed(0)
     x, w = torch.randn(2, 4, 4, dtype=torch.float64, generator=generator).requires_grad_()
     expected = fn(x, w)

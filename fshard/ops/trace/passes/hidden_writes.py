@@ -31,6 +31,7 @@ _NONE: frozenset[int] = frozenset()
 _CLOSURE: frozenset[int] = frozenset((-1,))
 """The index of tensors that the function closes over and that require grad."""
 _CLONE = torch.ops.aten.clone.default
+_DETACH = torch.ops.aten.detach.default
 
 
 def keep_gradients(
@@ -54,6 +55,7 @@ def keep_gradients(
     indices = {x: frozenset((i,)) for i, x in arguments if has_inexact_value(x)}
     requested = {i for i, requires in enumerate(requires_grad) if requires}
     sources = {x: index & requested for x, index in indices.items()}
+    _detach_views(_grad_modes(graph.graph, grad))
     modes = _grad_modes(graph.graph, grad)
     writers = {node: targets for node in modes if (targets := _writes(node))}
     written = {_history(x) for targets in writers.values() for x in targets}
@@ -104,6 +106,24 @@ def copy_overwritten(graph: fx.GraphModule, tracked: Set[int]) -> None:
             copy.meta["val"] = x.meta["val"].clone()
             for user in users:
                 user.replace_input_with(x, copy)
+
+
+def _detach_views(modes: Mapping[fx.Node, bool]) -> None:
+    """Detach the bases of views under `no_grad` that are used where gradients are tracked.
+
+    Functionalization takes views of a memory that is written again, in the mode of their use.
+    """
+    written = {aliases(x)[0] for node in modes for x in _writes(node)}
+    for node, mode in modes.items():
+        view: Any = node.args[0] if node.target is getitem else node
+        base = None if mode or _writes(view) or has_no_gradient(view.target) else base_of(view)
+        if base is None or base.target is _DETACH or aliases(base)[0] not in written:
+            continue
+        if any(modes[user] or user.op == "output" for user in node.users):
+            with view.graph.inserting_before(view):
+                detached = view.graph.call_function(_DETACH, (base,))
+            detached.meta["val"] = base.meta["val"].clone()
+            view.replace_input_with(base, detached)
 
 
 def _undo_detach(writers: Mapping[fx.Node, fx.Node]) -> None:
@@ -224,7 +244,7 @@ class _Memory:
     def _overwrite(self, target: fx.Node, before: fx.Node, value: fx.Node) -> None:
         """Write values to a tensor, which gets the gradient of `before`."""
         if has_inexact_value(target):
-            value = self._call(torch.ops.aten.detach.default, value, like=value)
+            value = self._call(_DETACH, value, like=value)
             cotangent = self._call(COTANGENT, value, like=value)
             gradient = [before], [value], [cotangent], [cotangent], [1], True, False, "x.data"
             tied = self.graph.call_function(CUSTOM_GRADIENT, gradient)
