@@ -22,8 +22,9 @@ from fshard.ops.strategy.strategy import Strategy
 from fshard.ops.trace.checkpoints import CheckpointedCall
 from fshard.ops.trace.mapped_regions import MappedRegion
 from fshard.plan.batch.batch import Batch, batch_from_leaves
+from fshard.program.cost.topology import Topology
 from fshard.program.halo_steps import HaloStep
-from fshard.program.program import Program
+from fshard.program.program import Program, program_time
 from fshard.run.autograd.linear_function import ProgramGroup
 from fshard.run.autograd.planned_gradient import OutputGradient
 from fshard.run.transports.shape_only import RecordedCollective
@@ -361,6 +362,11 @@ def forward_plans(line: Line) -> tuple[Plan, ...]:
             return tuple(plan for inner in line.lines for plan in forward_plans(inner))
         case _:
             return ()
+
+
+def plan_time(plan: Plan, topology: Topology) -> float:
+    """Return the seconds of a plan."""
+    return program_time(plan, topology) if isinstance(plan, Program) else plan.cost(topology).time
 
 
 def backward_plans(line: Line) -> tuple[Plan, ...]:

@@ -22,6 +22,7 @@ from fshard.partition.ir import (
     backward_programs,
     forward_plans,
     operands_of,
+    plan_time,
 )
 from fshard.program.cost.topology import Topology
 from fshard.program.program import program_time
@@ -117,7 +118,7 @@ def region_time(line: RegionCall, topology: Topology) -> float:
     parts = max(once, line.steps * line.step_bytes / topology.memory)
     total = 0.0 if line.grads is None else once
     for plans in (forward_plans(line), backward_plans(line))[: 1 if line.grads is None else 2]:
-        sent = sum(plan.cost(topology).time for plan in plans)
+        sent = sum(plan_time(plan, topology) for plan in plans)
         total += sent + parts - topology.overlap * min(sent, parts * (1 - 1 / line.steps))
     return total
 

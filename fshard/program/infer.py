@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Mapping, Sequence
@@ -167,7 +168,7 @@ def split_sizes(size: int, shards: int, sizes: DimSizes, n: int, chunk: bool) ->
         return tuple(shard // n for shard in sizes for _ in range(n))
     if chunk:
         chunks = {shard: chunk_sizes(shard, (n,)) for shard in {*sizes}}
-        return tuple([part for shard in sizes for part in chunks[shard]])
+        return tuple(itertools.chain.from_iterable(map(chunks.__getitem__, sizes)))
     odd = next(shard for shard in sizes if shard % n)
     return f"each shard size must be divisible by {n}: {odd} % {n} = {odd % n}"
 

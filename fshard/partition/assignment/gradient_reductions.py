@@ -51,6 +51,7 @@ from fshard.partition.ir import (
     flattened,
     has_halo,
     operands_of,
+    plan_time,
 )
 from fshard.program.cost.topology import Topology
 from fshard.program.program import Program
@@ -163,7 +164,7 @@ def place_gradient_reductions(
 
 def _backward_time(lines: Iterable[Line], topology: Topology) -> float:
     return sum(
-        plan.cost(topology).time
+        plan_time(plan, topology)
         for line in flattened(lines)
         if not isinstance(line, RegionCall | CheckpointedLines)
         for plan in backward_plans(line)

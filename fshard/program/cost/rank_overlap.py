@@ -57,6 +57,7 @@ class RankOverlap:
             self.coords[axis] = [rank // stride % n for rank in ranks]
         self.count = len(ranks)
         self._intervals: dict[tuple[int, DimSharding], list[Interval]] = {}
+        self._distinct: dict[tuple[int, DimSharding], set[Interval]] = {}
         self._dim_holds: dict[tuple[int, DimSharding, DimSharding], list[int]] = {}
         self._pieces: dict[tuple[int, DimSharding, DimSharding, Set[str]], int] = {}
         self._stops: dict[tuple[int, ...], list[int]] = {}
@@ -119,7 +120,7 @@ class RankOverlap:
             key = dim, before, after, converted
             most = self._pieces.get(key)
             if most is None:
-                stops, targets = self.stops(dim, before), set(self.intervals(dim, after))
+                stops, targets = self.stops(dim, before), self.distinct(dim, after)
                 masks: Iterable[tuple[bool, ...] | None] = [None]
                 if not converted.isdisjoint(before[0]):
                     masks = masks_by_coordinate(self.mesh.shape, before[0], converted)
@@ -167,10 +168,12 @@ class RankOverlap:
         """Count the elements of each rank's shard."""
         counts = self._numels.get(layout)
         if counts is None:
-            counts = [1] * self.count
+            whole = [n for n, (axes, _) in zip(self.shape, layout, strict=True) if not axes]
+            counts = [math.prod(whole)] * self.count
             for dim, sharding in enumerate(layout):
-                widths = [high - low for low, high in self.intervals(dim, sharding)]
-                counts = [a * b for a, b in zip(counts, widths, strict=True)]
+                if sharding[0]:
+                    widths = [high - low for low, high in self.intervals(dim, sharding)]
+                    counts = [a * b for a, b in zip(counts, widths, strict=True)]
             self._numels[layout] = counts
         return counts
 
@@ -180,8 +183,12 @@ class RankOverlap:
         counts = self._holds.get(both)
         if counts is not None:
             return counts
-        counts = [1] * self.count
-        for dim, pair in enumerate(zip(have, need, strict=True)):
+        pairs = list(zip(have, need, strict=True))
+        whole = [n for n, (a, b) in zip(self.shape, pairs, strict=True) if not (a[0] or b[0])]
+        counts = [math.prod(whole)] * self.count
+        for dim, pair in enumerate(pairs):
+            if not (pair[0][0] or pair[1][0]):
+                continue
             factor = self._dim_holds.get((dim, *pair))
             if factor is None:
                 ends = zip(*(self.intervals(dim, sharding) for sharding in pair), strict=True)
@@ -199,6 +206,12 @@ class RankOverlap:
             intervals = [(stops[i], stops[i + 1]) for i in self.index(sharding[0])]
             self._intervals[dim, sharding] = intervals
         return intervals
+
+    def distinct(self, dim: int, sharding: DimSharding) -> set[Interval]:
+        """Return the different `intervals` of a dim."""
+        if (dim, sharding) not in self._distinct:
+            self._distinct[dim, sharding] = set(self.intervals(dim, sharding))
+        return self._distinct[dim, sharding]
 
     def index(self, axes: Axes) -> list[int]:
         """Return the row-major index of each rank along `axes`."""
