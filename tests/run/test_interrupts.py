@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +18,14 @@ from fshard import P
 from fshard.run.transports.rank_threads import IDLE_THREADS
 
 MESH = fs.Mesh(x=2)
+
+
+@pytest.fixture(autouse=True)
+def sigint_raises() -> Iterator[None]:
+    """Raise `KeyboardInterrupt` for SIGINT, which shells make background commands ignore."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def interrupt() -> None:
@@ -84,6 +92,7 @@ import fshard as fs
 from fshard.run.transports.rank_threads import IDLE_THREADS
 
 MESH = fs.Mesh(x=2)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def loop(x):
     while True:
