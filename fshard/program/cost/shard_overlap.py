@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 
@@ -177,8 +178,10 @@ def tiling_pieces(have: Sequence[int], need: Sequence[int]) -> int:
     2
     """
     ends, goals = (dict.fromkeys(itertools.accumulate(x, initial=0)) for x in (have, need))
-    place = {end: i for i, end in enumerate(dict.fromkeys(sorted((*ends, *goals))))}
-    return max((place[b] - place[a] for a, b in itertools.pairwise(goals)), default=1)
+    merged = dict.fromkeys(sorted((*ends, *goals)))
+    place = dict(zip(merged, range(len(merged)), strict=True))
+    places = list(map(place.__getitem__, goals))
+    return max(map(operator.sub, places[1:], places), default=1)
 
 
 def masks_by_coordinate(
