@@ -99,6 +99,8 @@ TRANSFORMS: dict[str, Callable[[Fn, Tensor], Tensor]] = {
 
 BATCHES, MAX_BATCHES = {"hessian": 2, "jacrev": 1, "jacfwd": 1}, 3
 """Batches of all inputs in a transform, and the most of them nested: four take PyTorch hours."""
+MAX_COPIES = 2**14
+"""Most copies of the input in nested batches: with 200 elements in two they took 20 GB."""
 
 
 class TransformedCase(MappedCase):
@@ -116,6 +118,9 @@ class TransformedCase(MappedCase):
         while sum(BATCHES.get(name, 0) for name in self.transforms) > MAX_BATCHES:
             self.transforms.remove("hessian")
         self.index = r.randrange(self.num_inputs)
+        numel = self.inputs()[self.index].numel()
+        while numel ** sum(BATCHES.get(name, 0) for name in self.transforms) > MAX_COPIES:
+            self.transforms.remove(next(name for name in self.transforms if name in BATCHES))
 
     def transformed(self, run: Callable[[Sequence[Tensor]], list[Tensor]]) -> Tensor:
         """Return the result of the transforms around a run of the body."""
