@@ -203,15 +203,15 @@ def _hidden_base(node: fx.Node) -> fx.Node | None:
     schema = schema_or_none(node.target)
     if schema is None or any(result.alias_info is not None for result in schema.returns):
         return None
-    if _drops_nothing(node):
+    if drops_nothing(node):
         return node.all_input_nodes[0]
     storages = _storages(node)
     return next((x for x in node.all_input_nodes if storages & _storages(x)), None)
 
 
-def _drops_nothing(node: fx.Node) -> bool:
+def drops_nothing(node: fx.Node) -> bool:
     """Return True for a dropout that returns its operand, as it does for tensors with values."""
-    if base_name(node.target) not in _DROPS:
+    if not isinstance(node.target, OpOverload) or base_name(node.target) not in _DROPS:
         return False
     named = _named(node.target, node.args, node.kwargs)
     return not named["train"] or named["p"] == 0
@@ -219,7 +219,7 @@ def _drops_nothing(node: fx.Node) -> bool:
 
 def _is_identity(node: fx.Node, operand: fx.Node) -> bool:
     """Return True if a result in the memory of an operand is that operand itself."""
-    if _drops_nothing(node):
+    if drops_nothing(node):
         return True
     x, y = operand.meta.get("val"), node.meta.get("val")
     if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):

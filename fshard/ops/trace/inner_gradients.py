@@ -49,7 +49,7 @@ from fshard.ops.trace.constants import (
     with_known_sizes,
 )
 from fshard.ops.trace.custom_functions import apply_in_transform, apply_traced, has_own_backward
-from fshard.ops.trace.functionalize import base_of, writes, written_operands
+from fshard.ops.trace.functionalize import base_of, drops_nothing, writes, written_operands
 from fshard.ops.trace.fused_updates import FUSED_STEPS
 from fshard.ops.trace.inference import as_traced
 from fshard.ops.trace.source_places import note_gradients, note_place
@@ -204,6 +204,9 @@ class AboveAutograd(TraceMode):
             return replaced()
         with returned_operands_keep_nodes((args, kwargs)):
             out = self.run(func, args, kwargs)
+        node = _node_of(out) if isinstance(out, torch.Tensor) else None
+        if node is not None and drops_nothing(node):  # PyTorch's trace makes a new tensor
+            return next(tensors_in((args, kwargs)))
         if func == torch.Tensor.requires_grad.__get__ and not out:  # type: ignore[attr-defined]
             return torch.is_grad_enabled() and is_inexact(args[0]) and self._reaches(args[0])
         return out

@@ -48,7 +48,16 @@ def viewed(x: Tensor, w: Tensor) -> Tensor:
     return y @ rows + torch.cat(columns, 1)
 
 
-@pytest.mark.parametrize("fn", [divided_by_norm, divided_by_mean, moved, doubled, viewed])
+def undropped(x: Tensor, w: Tensor) -> Tensor:
+    y = (x @ w).relu_()
+    with torch.no_grad():
+        z = torch.nn.functional.dropout(y, 0.5, training=False)
+    return y @ z.t() + z.sum(0)
+
+
+@pytest.mark.parametrize(
+    "fn", [divided_by_norm, divided_by_mean, moved, doubled, viewed, undropped]
+)
 def test_gradients_of_memory_that_no_grad_shares(fn: Callable[[Tensor, Tensor], Tensor]) -> None:
     """Operands that functions return keep their gradients, and views have none."""
     generator = torch.Generator().manual_seed(0)
