@@ -364,11 +364,6 @@ def forward_plans(line: Line) -> tuple[Plan, ...]:
             return ()
 
 
-def plan_time(plan: Plan, topology: Topology) -> float:
-    """Return the seconds of a plan."""
-    return program_time(plan, topology) if isinstance(plan, Program) else plan.cost(topology).time
-
-
 def backward_plans(line: Line) -> tuple[Plan, ...]:
     """Return what runs backward for a line; the programs of a batch are one.
 
@@ -388,6 +383,11 @@ def backward_plans(line: Line) -> tuple[Plan, ...]:
             )
         case _:
             return backward_programs(line)
+
+
+def plan_time(plan: Plan, topology: Topology) -> float:
+    """Return the seconds of a plan."""
+    return program_time(plan, topology) if isinstance(plan, Program) else plan.cost(topology).time
 
 
 def keep_gradients_of(lines: Sequence[Line], outputs: Sequence[int]) -> list[Line]:

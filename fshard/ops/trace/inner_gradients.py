@@ -202,7 +202,7 @@ class AboveAutograd(TraceMode):
         func, args, kwargs = with_known_sizes(func, args, kwargs or {}, self.read)
         if (replaced := self.positions.replaced(func, args, kwargs)) is not None:
             return replaced()
-        with returned_operands_keep_nodes((args, kwargs)):
+        with _returned_operands_keep_nodes((args, kwargs)):
             out = self.run(func, args, kwargs)
         node = _node_of(out) if isinstance(out, torch.Tensor) else None
         if node is not None and drops_nothing(node):  # PyTorch's trace makes a new tensor
@@ -382,7 +382,7 @@ def _node_of(x: torch.Tensor) -> fx.Node | None:
 
 
 @contextmanager
-def returned_operands_keep_nodes(operands: Any) -> Iterator[None]:
+def _returned_operands_keep_nodes(operands: Any) -> Iterator[None]:
     """Give operands that a function under `no_grad` returns their nodes back.
 
     `x.contiguous()` or `x.to(dtype)` may return `x` itself, which has its gradient still: the node

@@ -168,8 +168,8 @@ class RankOverlap:
         """Count the elements of each rank's shard."""
         counts = self._numels.get(layout)
         if counts is None:
-            whole = [n for n, (axes, _) in zip(self.shape, layout, strict=True) if not axes]
-            counts = [math.prod(whole)] * self.count
+            unsharded = [n for n, (axes, _) in zip(self.shape, layout, strict=True) if not axes]
+            counts = [math.prod(unsharded)] * self.count
             for dim, sharding in enumerate(layout):
                 if sharding[0]:
                     widths = [high - low for low, high in self.intervals(dim, sharding)]
@@ -184,8 +184,8 @@ class RankOverlap:
         if counts is not None:
             return counts
         pairs = list(zip(have, need, strict=True))
-        whole = [n for n, (a, b) in zip(self.shape, pairs, strict=True) if not (a[0] or b[0])]
-        counts = [math.prod(whole)] * self.count
+        unsharded = [n for n, (a, b) in zip(self.shape, pairs, strict=True) if not (a[0] or b[0])]
+        counts = [math.prod(unsharded)] * self.count
         for dim, pair in enumerate(pairs):
             if not (pair[0][0] or pair[1][0]):
                 continue
