@@ -18,9 +18,9 @@ from fshard._torch.modes import DisableTorchFunction, DispatchMode, without_disp
 __all__ = [
     "AdamWOptions", "OpOverload", "OpOverloadPacket", "ScriptMethod", "TensorBase", "all_op_names",
     "builtin_of", "dereference", "direct_function", "foreach_adamw", "fused_adamw", "fused_step",
-    "has_registered_gradient", "is_query", "overload_or_self", "packet_of", "qualified_name",
-    "reference_of",
-    "registered_schemas", "resolve_overload", "schema_of", "schema_or_none", "torch_decomposition",
+    "has_registered_gradient", "is_query", "out_overload", "overload_or_self", "packet_of",
+    "qualified_name", "reference_of", "registered_schemas", "resolve_overload", "schema_of",
+    "schema_or_none", "torch_decomposition",
 ]  # fmt: skip
 
 TensorBase = torch._C.TensorBase
@@ -214,6 +214,25 @@ def resolve_overload(
     """Return the name of the overload that a call runs; raise `RuntimeError` without one."""
     name: str = torch._C._jit_resolve_packet(qualified_name(packet), *args, **kwargs)
     return name
+
+
+@cache
+def out_overload(op: Any) -> OpOverload[..., Any] | None:
+    """Return the overload of an operator that writes its one result into `out`, None without one.
+
+    >>> out_overload(torch.ops.aten.sub.Tensor), out_overload(torch.ops.aten.view.default)
+    (<OpOverload(op='aten.sub', overload='out')>, None)
+    """
+    if not isinstance(op, OpOverload):
+        return None
+    packet, own = op.overloadpacket, [(x.name, str(x.type)) for x in schema_of(op).arguments]
+    for name in packet.overloads():
+        other: OpOverload[..., Any] = getattr(packet, name)
+        arguments = schema_of(other).arguments
+        outs = [x.name for x in arguments if x.is_out]
+        if outs == ["out"] and own == [(x.name, str(x.type)) for x in arguments if not x.is_out]:
+            return other
+    return None
 
 
 def has_batch_rule(op: OpOverload[..., Any]) -> bool:

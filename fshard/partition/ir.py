@@ -64,7 +64,7 @@ class Operation:
     """Operation on locals by its strategy; `single` if it returns one tensor.
 
     `place` is the user's source line as `file:line`, `module` the path of the module whose forward
-    ran it.
+    ran it. The result is written into the local of the value `into`, if there is one.
     """
 
     out: int
@@ -75,6 +75,7 @@ class Operation:
     name: str
     place: str = ""
     module: str = ""
+    into: Ref | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -291,7 +292,8 @@ def operands_of(line: Line) -> list[int]:
     match line:
         case Operation() | NumberOperation():
             operands: list[int] = []
-            for arg in (*line.args, *line.kwargs.values()):
+            into = getattr(line, "into", None)
+            for arg in (*line.args, *line.kwargs.values(), into):
                 map_instances(arg, Ref, lambda ref: operands.append(ref.value))
             return operands
         case Redistribution() | Pick() | Copy() | WaitBatch():

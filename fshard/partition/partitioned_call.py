@@ -25,6 +25,7 @@ from fshard.layout.tree import TreeDef
 from fshard.ops.core.call import instances_in
 from fshard.partition import ir
 from fshard.partition.execution import run_lines
+from fshard.partition.execution.destinations import written_in_place
 from fshard.partition.execution.recomputation import RematerializedLines
 from fshard.partition.execution.remat_plan import PlannedRemat, RematPlan
 from fshard.partition.execution.saved_bytes import AbstractCall, SavedBytes
@@ -126,7 +127,8 @@ class PartitionedCall:
         """The lines in the order of execution, with coalesced redistributions."""
         if not self._schedule:
             outputs = [out for out in self._outputs if type(out) is int]
-            self._schedule[:] = schedule(self.lines, self._inputs, outputs, self._topology)
+            lines = schedule(self.lines, self._inputs, outputs, self._topology)
+            self._schedule[:] = lines if self.grad else written_in_place(lines, outputs)
         return self._schedule
 
     def cost(self, topology: Topology | None = None, *, backward: bool = False) -> Cost:

@@ -2,10 +2,11 @@
 
 `python -m tests.benchmarks.bench_train_step` trains one GPT on gloo ranks in all ways in turn: some
 steps of each in every round, so that a busy machine slows all of them. A step is the forward pass,
-the backward pass and SGD. The batch is sharded for DDP and FSDP2, and replicated for tensor
-parallelism. Printed are each contender's fastest step, the median over the rounds of the
-partitioned step's time over its peer's, and the most bytes that a step allocates beside what is
-there before it, on the first rank. Losses are compared after every round.
+the backward pass and SGD; in the line "DDP, function" all three are one partitioned function. The
+batch is sharded for DDP and FSDP2, and replicated for tensor parallelism. Printed are each
+contender's fastest step, the median over the rounds of the partitioned step's time over its
+peer's, and the most bytes that a step allocates beside what is there before it, on the first rank.
+Losses are compared after every round.
 
 `--remat none gathers all` compares FSDP2, which frees gathered parameters after their use
 (`reshard_after_forward=True`), with partitioned steps under these policies.
@@ -124,9 +125,43 @@ def partitioned(
     part = fs.partition(model, mesh=mesh, params=specs, in_specs=data,
                         remat=None if remat == "none" else remat)  # fmt: skip
     leaves = [pair.local for pair in params.values()]
-    (out,) = part.trace(params, words, following).out_specs
-    weight = 1.0 if out is not None and out.partition.unreduced else 1 / mesh.size
+    weight = loss_weight(part, params, words, following)
     return sgd_step(lambda: part(params, words, following).local, leaves), weight
+
+
+def functional(model: nn.Module, batch: Batch) -> tuple[Step, float]:
+    """Return a data-parallel step that is one partitioned function, and its loss's weight.
+
+    The function takes the gradients and updates the parameters.
+    """
+    mesh = Mesh(x=dist.get_world_size())
+    params = {
+        k: fs.Sharded(p.detach().clone(), fs.Spec(mesh, P(), shape=p.shape))
+        for k, p in model.named_parameters()
+    }
+    words, following = (
+        fs.shard(x, fs.Spec(mesh, P("x"), shape=x.shape, dtype=x.dtype)) for x in batch
+    )
+
+    def train(params: dict[str, Tensor], *batch: Tensor) -> Tensor:
+        def loss(params: dict[str, Tensor]) -> Tensor:
+            result: Tensor = torch.func.functional_call(model, params, batch)
+            return result
+
+        grads, value = torch.func.grad_and_value(loss)(params)
+        for name, param in params.items():
+            param.sub_(grads[name], alpha=0.01)
+        return value
+
+    part = fs.partition(train, mesh=mesh, params=P(), in_specs=P("x"))
+    weight = loss_weight(part, params, words, following)
+    return lambda: part(params, words, following).local, weight
+
+
+def loss_weight(part: Any, *args: Any) -> float:
+    """Return the weight of this rank's loss in the global one, which is their sum."""
+    (out,) = part.trace(*args).out_specs
+    return 1.0 if out is not None and out.partition.unreduced else 1 / dist.get_world_size()
 
 
 def ddp(model: nn.Module, batch: Batch) -> Step:
@@ -204,6 +239,7 @@ def contests(width: int, rows: int, policies: Sequence[str]) -> list[Contest]:
         ]  # fmt: skip
     return [
         Contest("DDP", ddp(new(), batch), *ours(lambda _: P(), P("x"))),
+        Contest("DDP, function", ddp(new(), batch), *functional(new(), batch)),
         Contest("FSDP2", fsdp(new(), batch), *ours(lambda _: P("x"), P("x"))),
         Contest("DTensor", dtensor(new(), batch), *ours(tensor_parallel, P())),
     ]

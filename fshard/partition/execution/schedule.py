@@ -8,7 +8,8 @@ arXiv 2304.11277), and a result that is needed later is on its way meanwhile.
 
 The last bucket of gradients and the first one of parameters overlap with no computation. They are
 the parameters that are used first, and their bucket has half of the bytes of the others: with a
-quarter the bucket before it would often be under way still. If S bytes are sent in k buckets, and
+quarter the bucket before it would often be under way still. The same holds for gradients that the
+function itself takes: it is their last bucket that has half. If S bytes are sent in k buckets, and
 the startup of each (the host's and the machine's) takes as long as E bytes, this bucket and the
 startups take the time of S / (2 k - 1) + k E bytes. The smallest k with 4 k^2 - 1 >= 2 S / E has
 the minimum.
@@ -93,7 +94,8 @@ class LaunchBucket:
         A bucket of `full` bytes takes no more, and none gets more than `limit` bytes.
         """
         nbytes = _local_bytes(move.program)
-        if self.moves and (ready > self.use or self.nbytes >= full or self.nbytes + nbytes > limit):
+        delays = max(ready, self.ready) > min(use, self.use)
+        if self.moves and (delays or self.nbytes >= full or self.nbytes + nbytes > limit):
             return False
         self.moves.append(move)
         self.nbytes += nbytes
@@ -264,34 +266,47 @@ def _buckets(
         if forward or backward:
             key = bool(forward), move.grad, forward, backward, ready == FIRST
             by_key.setdefault(key, []).append(item)
+
+    def waits(ready: int, use: int) -> bool:
+        return all(isinstance(line, Redistribution | GradMode) for line in lines[ready:use])
+
     result: list[LaunchBucket] = []
-    for (sends, *_, is_first), members in by_key.items():
+    for (sends, grad, *_, is_first), members in by_key.items():
+        computed = sends and not grad and not is_first  # as gradients that the function takes
         full, limit = math.inf, BUCKET_BYTES
-        if is_first and not sends:
+        if computed or (is_first and not sends):
             limit = max(limit, GRADIENT_BYTES)
-        if is_first and topology is not None:
-            full = _bucket_bytes([move for _, _, move in members], topology, limit)
-        bucket: LaunchBucket | None = None
+        if (computed or is_first) and topology is not None:
+            programs = [move.program for _, _, move in members]
+            full = _bucket_bytes(programs, topology, limit, gathers=is_first and sends)
+        row: list[LaunchBucket] = []
         most = full / 2
-        for ready, use, move in members:
-            if bucket is not None:
-                if bucket.try_add(move, ready, use, most, limit):
+        for ready, use, move in reversed(members) if computed else members:
+            if row:
+                if row[-1].try_add(move, ready, use, most, limit):
                     continue
                 most = full
-            waits = all(isinstance(line, Redistribution | GradMode) for line in lines[ready:use])
-            if is_first or not waits:
-                bucket = LaunchBucket(sends, ready, use)
-                bucket.try_add(move, ready, use, most, limit)
-                result.append(bucket)
+            if is_first or computed or not waits(ready, use):
+                row.append(LaunchBucket(sends, ready, use))
+                row[-1].try_add(move, ready, use, most, limit)
+        for bucket in row if computed else ():
+            bucket.moves.reverse()
+        result += [x for x in row if is_first or len(x.moves) > 1 or not waits(x.ready, x.use)]
     return result
 
 
-def _bucket_bytes(moves: Sequence[Redistribution], topology: Topology, limit: int) -> float:
-    """Return the bytes of the buckets that arguments are best sent in; the first one has half."""
-    total = sum(_local_bytes(move.program) for move in moves)
-    prog, host, least = moves[0].program, 0.0, min(MIN_GATHERS, total / MIN_GATHER_BYTES)
-    if not _keys(prog):  # a cast, whose transpose reduces gradients
-        prog, host, least = prog.T, HOST_SECONDS, 1.0
+def _bucket_bytes(
+    programs: Sequence[Program], topology: Topology, limit: int, *, gathers: bool
+) -> float:
+    """Return the bytes of the buckets that programs are best sent in; the first one has half.
+
+    They are gathers of parameters, or else reductions of gradients, forward or backward.
+    """
+    total = sum(map(_local_bytes, programs))
+    prog = programs[0] if _keys(programs[0]) else programs[0].T
+    host, least = HOST_SECONDS, 1.0
+    if gathers:
+        host, least = 0.0, min(MIN_GATHERS, total / MIN_GATHER_BYTES)
     links = [
         step_link(topology, prog.steps[i], *wire_specs(prog)[i : i + 2])
         for i, _ in launch_keys(prog)
