@@ -97,6 +97,8 @@ class _Use:
     value: _Value
     variable: int
     states: torch.Tensor
+    grad: bool
+    """True if the gradient of the value comes back from it."""
 
 
 class _CallLabels(NamedTuple):
@@ -151,7 +153,7 @@ class JointLabels:
         """Variables of products, which may hide collectives."""
         self.in_decomposition = False
         self.equal = EqualTables()
-        self.is_differentiable = _leads_to_result(graph)
+        self.differentiable = dict[fx.Node, bool]()
         self.grad_enabled = True
         inputs = [
             self.argument(leaf, options)
@@ -272,10 +274,10 @@ class JointLabels:
     def table(self, use: _Use) -> torch.Tensor:
         """Return the seconds from every state of a value to every state that a use requires."""
         value, (ndim, size) = use.value, (use.value.meta.ndim, nbytes(use.value.meta))
-        key = id(value.states), id(use.states), ndim, size, value.grad
+        key = id(value.states), id(use.states), ndim, size, use.grad
         if key not in self.tables:
             time = distances(self.fine, self.topology, ndim, size)
-            if value.grad:
+            if use.grad:
                 time = time + gradient_distances(self.fine, self.topology, ndim, size)
             self.tables[key] = self.equal.unique(time[value.states][:, use.states])
         return self.tables[key]
@@ -330,6 +332,7 @@ class JointLabels:
         """Add the operations of a graph, and return its results."""
         env, remaining = dict[fx.Node, Any](), iter(inputs)
         outputs: list[Any] = []
+        self.differentiable |= _differentiable(graph)
         for node in graph.graph.nodes:
             if node.op == "placeholder":
                 env[node] = next(remaining, None)
@@ -351,7 +354,7 @@ class JointLabels:
         states = joint_indices(torch.tensor([self.codes(partition)]).reshape(1, -1)[:, self.parts],
                                value.meta.ndim)  # fmt: skip
         variable = self.variable(torch.zeros(1, dtype=torch.float64))
-        self.uses.append(_Use(value, variable, states))
+        self.uses.append(_Use(value, variable, states, value.grad and self.has_grad))
 
     def call(self, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
         """Add an operation, and return its results; None for one that is not weighed."""
@@ -376,8 +379,7 @@ class JointLabels:
         ):
             return self.by_parts(node, call, rule, values)
         grad = (
-            self.grad_enabled and not has_no_gradient(node.target)
-            and self.is_differentiable.get(node, True)
+            self.has_grad and self.grad_enabled and self.differentiable[node]
             and any(isinstance(value, _Value) and value.grad for value in values)
         )  # fmt: skip
         results = self.operation(call, rule, values, node.name, grad=grad)
@@ -394,7 +396,7 @@ class JointLabels:
         if graph is None:
             return None
         outer = self.grad_enabled, self.in_decomposition
-        self.in_decomposition = True
+        self.in_decomposition, self.grad_enabled = True, outer[0] and self.differentiable[node]
         results = self.run(graph, values)
         self.grad_enabled, self.in_decomposition = outer
         return results if isinstance(node.meta["val"], list | tuple) else results[0]
@@ -439,7 +441,7 @@ class JointLabels:
                                             strict=True)]  # fmt: skip
             self.labelled[key] = _CallLabels(labels, shards, states)
         labels, shards, states = self.labelled[key]
-        passes = FORWARD_AND_BACKWARD if grad and self.has_grad else 1
+        passes = FORWARD_AND_BACKWARD if grad else 1
         products, tensors = compute_time(self.topology, rule, call, sizes)
         unsharded = 0.0 if decomposes else products, *tensors
         times = torch.tensor(unsharded, dtype=torch.float64) / shards
@@ -451,7 +453,7 @@ class JointLabels:
             self.named[name] = variable, labels
         for value, state in zip(values, states, strict=False):
             if isinstance(value, _Value):
-                self.uses.append(_Use(value, variable, state))
+                self.uses.append(_Use(value, variable, state, value.grad and grad))
         return [
             None if meta is None
             else _Value(variable, state, meta, grad and is_inexact(meta),
@@ -461,9 +463,19 @@ class JointLabels:
         ]  # fmt: skip
 
 
-def _leads_to_result(graph: fx.GraphModule) -> dict[fx.Node, bool]:
-    """Return for every node if a result depends on it."""
-    used: dict[fx.Node, bool] = {}
+def _differentiable(graph: fx.GraphModule) -> dict[fx.Node, bool]:
+    """Return for every node if the gradient of a result comes back to it."""
+    result: dict[fx.Node, bool] = {}
     for node in reversed(graph.graph.nodes):
-        used[node] = node.op == "output" or any(used.get(user, False) for user in node.users)
-    return used
+        result[node] = node.op == "output" or (
+            any(result[user] for user in node.users) and not _is_constant(node)
+        )
+    return result
+
+
+def _is_constant(node: fx.Node) -> bool:
+    """Return True for an operation whose results have no gradient."""
+    value = node.meta.get("val")
+    values = value if isinstance(value, list | tuple) else [value]
+    tensors = [x for x in values if isinstance(x, torch.Tensor)]
+    return has_no_gradient(node.target) or not any(is_inexact(x) for x in tensors)
