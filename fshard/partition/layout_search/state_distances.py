@@ -20,7 +20,8 @@ from fshard._util.cache import CACHE_SIZE
 from fshard.layout.mesh import Mesh
 from fshard.ops.strategy.axis_roles import AxisState
 from fshard.plan.split_axes import node_refinement
-from fshard.program.cost.links import Link
+from fshard.program.cost.link_groups import torus_extents
+from fshard.program.cost.links import Link, Torus
 from fshard.program.cost.topology import Topology
 from fshard.program.cost.traffic import MAX_DIRECT, gather_rounds
 
@@ -76,7 +77,8 @@ class AxisTuple:
         """Return the axes of a mesh, or those of `axes` alone.
 
         An axis that leaves a node with part of its length has the link inside of nodes: programs
-        may run along parts of it. `refined` has these parts as axes.
+        may run along parts of it. `refined` has these parts as axes. So have axes of which two
+        share a dim of a torus: values that are replicated along one come from the nearest rank.
         """
         every = tuple(axis for axis in mesh.axes if mesh.shape[axis] > 1)
         names = every if axes is None else tuple(axis for axis in every if axis in axes)
@@ -85,7 +87,8 @@ class AxisTuple:
             tuple(axis for bit, axis in enumerate(names) if mask >> bit & 1)
             for mask in range(2 ** len(names))
         ]
-        straddling = {axis for axis in names if _straddles(mesh, topology, axis)}
+        shared = _share_dims(mesh, topology, every)
+        straddling = {axis for axis in names if shared or _straddles(mesh, topology, axis)}
         links = []
         for subset in subsets:
             if not subset or left_out > 1 or straddling & {*subset}:
@@ -120,6 +123,14 @@ def _straddles(mesh: Mesh, topology: Topology, axis: str) -> bool:
     return any(
         1 < len({rank // size for rank in group}) < len(group) for group in mesh.groups(axis)
     )
+
+
+def _share_dims(mesh: Mesh, topology: Topology, axes: Sequence[str]) -> bool:
+    """Return True if two axes share a dim of a torus."""
+    return isinstance(topology.inner, Torus) and any(
+        extent.stride > 1
+        for axis in axes for extent in torus_extents(topology.inner, mesh, (axis,))
+    )  # fmt: skip
 
 
 def _fastest(topology: Topology, mesh: Mesh, names: Sequence[str]) -> Link:

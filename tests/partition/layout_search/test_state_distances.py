@@ -27,6 +27,7 @@ CASES = [
     (Mesh(x=8), Topology.node(), (1024, 2048, 8)),
     (Mesh(x=32), Topology.node(), (1024, 2048)),
     (Mesh(x=2, y=4), Topology.tpu_v5e((2, 4)), (1024, 2048)),
+    (Mesh(x=2, y=2), Topology.tpu_v5e((4, 1)), (1024, 2048)),
     (Mesh(x=2, y=8), Topology.dgx_h100(), (64, 128, 256)),
     (Mesh(x=4, y=4), Topology.dgx_h100(), (1024, 2048)),
     (Mesh(x=16), Topology.dgx_h100(), (1024, 2048)),
