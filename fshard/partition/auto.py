@@ -198,8 +198,9 @@ def auto(
     layouts of the arguments with even shards and without partial sums, and all strategies of the
     operations with even shards, where operands stay partial sums only of the reduction that they
     come with. It does not cover other graphs for the same values, uneven shards, recomputation, nor
-    the distance of the model from a machine. The bound leaves out operations without a rule, mapped
-    functions, and halos; a redistribution that several uses share counts as a mean of them. Where
+    the distance of the model from a machine. The bound leaves out operations without a rule,
+    functions mapped over the mesh, backward passes of custom functions, halos, and redistributions
+    within decompositions; a redistribution that several uses share counts as a mean of them. Where
     operations have too many layouts on all axes (four axes and over, mostly) it is proven for three
     axes at a time, with nothing to pay along the others, and so is lower.
 

@@ -206,7 +206,13 @@ def mapped_strategy(call: OpCall, specs: Sequence[Spec]) -> MappedStrategy | Non
 
 def has_other_forms(op: Any) -> bool:
     """Return True if an operation has strategies beside its rule: decomposed, or mapped."""
-    return decomposition_of(op) is not None or op in _MAPPED
+    return decomposition_of(op) is not None or is_mapped(op)
+
+
+def is_mapped(op: Any) -> bool:
+    """Return True if an operation has strategies that are mapped functions."""
+    _load()
+    return op in _MAPPED
 
 
 def registry_version() -> int:

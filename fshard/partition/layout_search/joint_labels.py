@@ -2,10 +2,12 @@
 
 Every operation gets one role for each axis as its label, every argument a layout. Its weights are
 modelled times that no plan of `fs.partition` undercuts: a redistribution that several uses share is
-weighed as a mean of the uses, which is at most the one of them that takes longest; operations
-that can be decomposed may shard any factor; operations without a rule, factories, halos, and the
-bodies of mapped functions take no time. An operation takes an operand unreduced only by a reduction
-that the operand may come with, as in plans: a sum becomes a mean by communication. So the least
+weighed as a mean of the uses, which is at most the one of them that takes longest, with the
+gradient if a result's comes back by this use; operations that can be decomposed may shard any
+factor, in the least time of their parts (`call_labels`); operations without a rule, factories,
+halos, and what users map over the mesh take no time, nor does the backward pass of a custom
+function. An operation takes an operand unreduced only by a reduction that the operand may come
+with, as in plans: a sum becomes a mean by communication. So the least
 weight is a lower bound of the time of a step, over all layouts of the arguments and all strategies
 of the operations: the linear relaxation of Alpa's integer program (arXiv 2201.12023) need not be
 solved, as the labelling is exact.
@@ -16,7 +18,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,28 +29,28 @@ from fshard._util.dtypes import is_inexact
 from fshard.layout.mesh import Mesh
 from fshard.layout.partition_spec import PartitionSpec
 from fshard.layout.spec import Spec
-from fshard.ops.core.call import Meta, OpCall, map_call
-from fshard.ops.core.registry import decomposition_of
+from fshard.ops.core.call import Meta, OpCall
+from fshard.ops.core.registry import decomposition_of, is_mapped
 from fshard.ops.core.rule import Rule
 from fshard.ops.propagate.choice_hints import RoleHint
 from fshard.ops.propagate.role_costs import compute_time, nbytes
-from fshard.ops.strategy.axis_roles import Role, factor_sizes, roles_of
-from fshard.ops.trace.functionalize import has_no_gradient
-from fshard.ops.trace.trace import decompose
+from fshard.ops.strategy.axis_roles import Role, factor_sizes
+from fshard.ops.trace.custom_functions import TracedBackward
 from fshard.partition.assignment.layout_hints import call_of_node
 from fshard.partition.assignment.overlapped_products import FACTORS
 from fshard.partition.layout_search.argument_layouts import ArgumentLeaf
+from fshard.partition.layout_search.call_labels import CallLabeller, is_by_parts
+from fshard.partition.layout_search.decompositions import (
+    decomposed_time,
+    decomposition_graph,
+    differentiable,
+)
 from fshard.partition.layout_search.role_labels import (
-    BY_PARTS,
     MAX_LABELS,
     TooManyLabels,
     Unreduced,
-    labels_of,
-    reductions,
-    roles_by_parts,
 )
 from fshard.partition.layout_search.state_distances import (
-    ANY_CODE,
     FIRST_DIM,
     REDUCED_CODE,
     UNREDUCED_CODE,
@@ -58,7 +60,6 @@ from fshard.partition.layout_search.state_distances import (
     joint_indices,
 )
 from fshard.partition.layout_search.variable_elimination import EqualTables, Labelling
-from fshard.partition.training_time import FORWARD_AND_BACKWARD
 from fshard.program.cost.topology import Topology
 
 
@@ -101,14 +102,6 @@ class _Use:
     """True if the gradient of the value comes back from it."""
 
 
-class _CallLabels(NamedTuple):
-    """Labels of a call: the roles, the parts of the work and of every tensor, and their states."""
-
-    roles: list[tuple[Role, ...]]
-    shards: torch.Tensor
-    states: list[torch.Tensor]
-
-
 class JointLabels:
     """Labelling of a graph for all axes of a mesh together.
 
@@ -142,12 +135,14 @@ class JointLabels:
         self.leaves = leaves
         self.has_grad = grad
         self.weights: list[torch.Tensor] = []
+        self.replicated: dict[int, torch.Tensor] = {}
+        """True for the labels of an operation whose axes shard no factor, by its variable."""
         self.local_bytes: dict[int, torch.Tensor] = {}
         """Bytes of an argument on a rank, by its variable and label."""
         self.uses: list[_Use] = []
         self.named: dict[str, tuple[int, list[tuple[Role, ...]]]] = {}
         """The variable and the roles by label of operations, by the names of their nodes."""
-        self.labelled: dict[Any, _CallLabels] = {}
+        self.of_calls = CallLabeller(self.axes, self.parts, topology)
         self.tables: dict[tuple[Any, ...], torch.Tensor] = {}
         self.products: set[int] = set()
         """Variables of products, which may hide collectives."""
@@ -266,9 +261,10 @@ class JointLabels:
         """Return the roles of operations in a labelling; decomposed ones have none."""
         hints = {}
         for name, (variable, options) in self.named.items():
-            names = [role.name for role in options[labels[variable]]]
-            if not any(name.endswith(BY_PARTS) for name in names):
-                hints[name] = RoleHint(tuple(zip(self.axes.names, names, strict=True)))
+            roles = options[labels[variable]]
+            if not is_by_parts(roles):
+                pairs = zip(self.axes.names, (role.name for role in roles), strict=True)
+                hints[name] = RoleHint(tuple(pairs))
         return hints
 
     def table(self, use: _Use) -> torch.Tensor:
@@ -332,7 +328,7 @@ class JointLabels:
         """Add the operations of a graph, and return its results."""
         env, remaining = dict[fx.Node, Any](), iter(inputs)
         outputs: list[Any] = []
-        self.differentiable |= _differentiable(graph)
+        self.differentiable |= differentiable(graph)
         for node in graph.graph.nodes:
             if node.op == "placeholder":
                 env[node] = next(remaining, None)
@@ -365,6 +361,10 @@ class JointLabels:
         if node.target is SET_GRAD_ENABLED:
             self.grad_enabled = bool(node.args[0])
             return None
+        if isinstance(node.target, TracedBackward):
+            inputs, outputs = ([env.get(x) for x in arg] for arg in node.args[:2])  # type: ignore[union-attr, arg-type]
+            grad = self.grad_enabled and any(isinstance(x, _Value) and x.grad for x in inputs)
+            return [replace(x, grad=grad) if isinstance(x, _Value) else x for x in outputs]
         described = call_of_node(node)
         if described is None:
             return None
@@ -374,29 +374,28 @@ class JointLabels:
             return None  # it depends on no argument: every layout of it can be created
         if rule is None:
             return self.decomposed(node, values)
-        if decomposition_of(call.op) is not None and not any(
-            rule.kind(factor) not in ("unsharded", "permuted") for factor in rule.factors
-        ):
-            return self.by_parts(node, call, rule, values)
-        grad = (
-            self.has_grad and self.grad_enabled and self.differentiable[node]
-            and any(isinstance(value, _Value) and value.grad for value in values)
-        )  # fmt: skip
-        results = self.operation(call, rule, values, node.name, grad=grad)
+        grads, parts = self.gradients(node, values), None
+        if decomposition_of(call.op) is not None:
+            kinds = {rule.kind(factor) for factor in rule.factors}
+            if kinds <= {"unsharded", "permuted"} and not is_mapped(call.op):
+                return self.by_parts(node, call, rule, values)
+            parts = decomposed_time(node, grads, self.topology)
+        results = self.operation(call, rule, values, grads, parts, node.name)
         single = len(results) == 1 and isinstance(node.meta.get("val"), torch.Tensor)
         return results[0] if single else results
 
+    def gradients(self, node: fx.Node, values: Sequence[Any]) -> tuple[bool, ...]:
+        """Return for every operand of a node if its gradient comes back from it."""
+        grad = self.has_grad and self.grad_enabled and self.differentiable[node]
+        return tuple(grad and isinstance(value, _Value) and value.grad for value in values)
+
     def decomposed(self, node: fx.Node, values: Sequence[Any]) -> Any:
         """Add the operations of a decomposition of an operation without a rule."""
-        as_meta = lambda x: Meta.of(x.meta["val"]) if isinstance(x.meta["val"], torch.Tensor) else (  # noqa: E731
-            x.meta["val"])  # fmt: skip
-        args, kwargs = map_call(node.args, node.kwargs, fx.Node, as_meta)
-        graph = decompose(node.target, decomposition_of(node.target), args, kwargs,
-                          torch.device("meta"))  # fmt: skip
+        grads, outer = self.gradients(node, values), (self.grad_enabled, self.in_decomposition)
+        graph = decomposition_graph(node, grads)
         if graph is None:
             return None
-        outer = self.grad_enabled, self.in_decomposition
-        self.in_decomposition, self.grad_enabled = True, outer[0] and self.differentiable[node]
+        self.grad_enabled, self.in_decomposition = any(grads), True
         results = self.run(graph, values)
         self.grad_enabled, self.in_decomposition = outer
         return results if isinstance(node.meta["val"], list | tuple) else results[0]
@@ -408,74 +407,44 @@ class JointLabels:
         """
         first = len(self.weights)
         results = self.decomposed(node, values)
-        parts = self.weights[first:]
-        total = sum(float(weights.max()) for weights in parts if len(weights))
-        sizes = factor_sizes(rule, call)
-        once = sum(compute_time(self.topology, rule, call, sizes).tensors)
-        for index, weights in enumerate(parts, first):
-            if total > once and len(weights):
-                most = float(weights.max())
-                least = most * once / total
-                self.weights[index] = torch.where(weights == most, min(least, most), weights)
+        parts = range(first, len(self.weights))
+        most = [float(self.weights[i][self.replicated[i]].max()) for i in parts]
+        once = sum(compute_time(self.topology, rule, call, factor_sizes(rule, call)).tensors)
+        share = once / sum(most) if sum(most) > once else 1.0
+        for index in parts:
+            self.weights[index] = (
+                torch.where(self.replicated[index], share, 1.0) * (self.weights[index])
+            )
         return results
 
     def operation(
-        self, call: OpCall, rule: Rule, values: Sequence[Any], name: str, *, grad: bool
-    ) -> list[_Value | None]:
-        """Add the variable of an operation, with a label for the roles of all axes."""
-        roles, sizes = [*roles_of(rule, call, grad=grad)], factor_sizes(rule, call)
-        decomposes = decomposition_of(call.op) is not None
-        if decomposes:
-            roles += roles_by_parts(rule)
+        self, call: OpCall, rule: Rule, values: Sequence[Any], grads: tuple[bool, ...],
+        parts: float | None, name: str,
+    ) -> list[_Value | None]:  # fmt: skip
+        """Add the variable of an operation, with a label for the roles of all axes.
+
+        Args:
+            call: the call.
+            rule: its rule.
+            values: its operands.
+            grads: for every operand, if its gradient comes back.
+            parts: the seconds of its decomposition on one device, None if it has none.
+            name: the name of its node.
+        """
         unreduced = tuple(v.unreduced if isinstance(v, _Value) else None for v in values)
-        key = rule, call.operands, call.results, tuple(sizes.items()), grad, decomposes, unreduced
-        if key not in self.labelled:
-            labels, rows = labels_of(
-                roles, rule, sizes, self.axes.sizes, unreduced, all_axes=self.axes.left_out == 1
-            )
-            sharded = (rows >= FIRST_DIM) | (rows == ANY_CODE)
-            sharded[:, 0] = rows[:, 0] == 1
-            shards = torch.where(sharded, torch.tensor(self.axes.sizes), 1).prod(2)
-            states = [joint_indices(code[:, self.parts], 0 if meta is None else meta.ndim)
-                      for code, meta in zip(rows.unbind(1)[1:], (*call.operands, *call.results),
-                                            strict=True)]  # fmt: skip
-            self.labelled[key] = _CallLabels(labels, shards, states)
-        labels, shards, states = self.labelled[key]
-        passes = FORWARD_AND_BACKWARD if grad else 1
-        products, tensors = compute_time(self.topology, rule, call, sizes)
-        unsharded = 0.0 if decomposes else products, *tensors
-        times = torch.tensor(unsharded, dtype=torch.float64) / shards
-        local = torch.maximum(times[:, 0], times[:, 1:].sum(1))
-        variable = self.variable(passes * local / self.axes.left_out)
+        labels = self.of_calls.labels(call, rule, unreduced, grads, parts)
+        variable, states = self.variable(labels.seconds), labels.states
+        self.replicated[variable] = labels.replicated
         if call.op in FACTORS:
             self.products.add(variable)
         if not self.in_decomposition:
-            self.named[name] = variable, labels
-        for value, state in zip(values, states, strict=False):
+            self.named[name] = variable, labels.roles
+        for value, state, grad in zip(values, states, grads, strict=False):
             if isinstance(value, _Value):
-                self.uses.append(_Use(value, variable, state, value.grad and grad))
+                self.uses.append(_Use(value, variable, state, grad))
         return [
             None if meta is None
-            else _Value(variable, state, meta, grad and is_inexact(meta),
-                        reductions(index, roles, len(self.axes.sizes), unreduced))
-            for index, (meta, state) in enumerate(
-                zip(call.results, states[len(call.operands) :], strict=True))
+            else _Value(variable, state, meta, any(grads) and is_inexact(meta), axes)
+            for meta, state, axes in zip(
+                call.results, states[len(call.operands) :], labels.unreduced, strict=True)
         ]  # fmt: skip
-
-
-def _differentiable(graph: fx.GraphModule) -> dict[fx.Node, bool]:
-    """Return for every node if the gradient of a result comes back to it."""
-    result: dict[fx.Node, bool] = {}
-    for node in reversed(graph.graph.nodes):
-        result[node] = node.op == "output" or (
-            any(result[user] for user in node.users) and not _is_constant(node)
-        )
-    return result
-
-
-def _is_constant(node: fx.Node) -> bool:
-    """Return True for an operation whose results have no gradient."""
-    value = node.meta.get("val")
-    values = value if isinstance(value, list | tuple) else [value]
-    tensors = [x for x in values if isinstance(x, torch.Tensor)]
-    return has_no_gradient(node.target) or not any(is_inexact(x) for x in tensors)

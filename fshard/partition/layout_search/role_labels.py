@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from fshard.ops.core.rule import Rule
+from fshard.ops.core.call import OpCall
+from fshard.ops.core.rule import Dims, Rule
 from fshard.ops.strategy.axis_roles import ANY, INVARIANT, AxisState, Role
 from fshard.partition.layout_search.state_distances import state_code
 
@@ -120,18 +120,38 @@ def _is_even(
     )  # fmt: skip
 
 
-def roles_by_parts(rule: Rule) -> Iterator[Role]:
-    """Yield roles that shard factors which the rule keeps unsharded, as a decomposition may.
+def roles_by_parts(
+    rule: Rule, call: OpCall, sizes: Mapping[str, int]
+) -> tuple[list[Role], dict[str, int]]:
+    """Return roles that shard what the rule keeps unsharded, as a decomposition may.
 
-    An operand without the factor may have any state; a result without it has the required one.
+    An operand without the factor may have any state; a result without it has the required one. A
+    dim of an operand without a factor is one, which no other tensor has.
+
+    Args:
+        rule: the rule of the call.
+        call: the call.
+        sizes: the sizes of its factors.
+
+    Returns:
+        The roles, and the sizes of all factors.
     """
-    for factor in rule.factors:
-        if rule.kind(factor) not in ("unsharded", "permuted") and factor not in rule.no_grad:
-            continue
+    factors = [x for x in rule.factors
+               if rule.kind(x) in ("unsharded", "permuted") or x in rule.no_grad]  # fmt: skip
+    operands, sizes = [[*dims] for dims in rule.operands], dict(sizes)
+    for index, (dims, meta) in enumerate(zip(operands, call.operands, strict=True)):
+        for dim, size in enumerate(meta.shape):
+            if not dims[dim] and size > 1:
+                name = f"dim {dim} of operand {index}"
+                dims[dim], sizes[name] = (name,), size
+                factors.append(name)
 
-        def state(dims: Any, factor: str = factor) -> AxisState:
-            return next((AxisState("sharded", dim) for dim, factors in enumerate(dims or ())
-                         if factor in factors), ANY)  # fmt: skip
+    def state(dims: Dims | None, factor: str) -> AxisState:
+        return next((AxisState("sharded", dim) for dim, names in enumerate(dims or ())
+                     if factor in names), ANY)  # fmt: skip
 
-        yield Role(f"{factor}{BY_PARTS}", tuple(map(state, rule.operands)),
-                   tuple(map(state, rule.results)), factor)  # fmt: skip
+    return [
+        Role(f"{factor}{BY_PARTS}", tuple(state(tuple(dims), factor) for dims in operands),
+             tuple(state(dims, factor) for dims in rule.results), factor)
+        for factor in factors
+    ], sizes  # fmt: skip

@@ -72,6 +72,11 @@ class AxisTuple:
     left_out: int
     """Devices along the axes that are left out."""
 
+    @property
+    def device_count(self) -> int:
+        """Devices along all axes."""
+        return math.prod(self.sizes) * self.left_out
+
     @staticmethod
     def of(mesh: Mesh, topology: Topology, axes: Sequence[str] | None = None) -> AxisTuple:
         """Return the axes of a mesh, or those of `axes` alone.

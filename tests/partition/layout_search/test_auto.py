@@ -27,7 +27,7 @@ from fshard.partition.layout_search.choice_search import (
 )
 from fshard.partition.layout_search.merged_axes import MergedAxes
 from fshard.partition.layout_search.variable_elimination import Labelling
-from tests.benchmarks import bench_auto, bench_auto_models
+from tests.benchmarks import bench_auto, bench_auto_bounds, bench_auto_models
 from tests.helpers.ops import blocks
 from tests.helpers.ops.block_cases import BLOCKS, mlp
 from tests.helpers.spec_grid import message
@@ -224,6 +224,23 @@ def test_small_searches_find_the_best_and_bounds_hold(name: str, kind: str, mesh
     result = bench_auto.compared(program, mesh, bench_auto.TOPOLOGIES[kind])
     assert result.answer.time == pytest.approx(result.least, rel=PROVEN)
     assert result.answer.bound <= result.least
+
+
+@pytest.mark.parametrize(
+    ("name", "machine", "share"),
+    [("where", 2, 1.0), ("argsort", 5, 1.0), ("argmax and gather", 4, 0.7),
+     ("causal attention", 0, 1.0), ("softmax of a vector", 6, 0.3), ("rms norm", 1, 1.0),
+     ("two softmaxes", 1, 0.5), ("cross entropy of a product", 1, 0.5)],
+)  # fmt: skip
+def test_no_plan_of_small_functions_undercuts_the_bound(
+    name: str, machine: int, share: float
+) -> None:
+    """Positions without gradient, axes that share a dim of a torus, rings and decompositions."""
+    mesh, on = bench_auto_bounds.MACHINES[machine]
+    result = bench_auto_bounds.checked(bench_auto_bounds.CASES[name], mesh, on, layouts=12)
+    assert result is not None
+    assert result.excess <= 1e-9
+    assert result.bound >= share * result.least * (1 - 1e-9)
 
 
 @pytest.mark.parametrize("kind", ["node", "cluster"])

@@ -58,7 +58,7 @@ def _heads(call: OpCall) -> _HeadDims:
     widest = max(meta.ndim for meta in (q, k, v))
     if widest < 3:
         return _HeadDims((), (), ())
-    batch = text_dims(letters(widest - 3, "hgqkv"))
+    batch = text_dims(letters(widest - 3, "hgqkev"))
     counts = {meta.shape[-3] for meta in (q, k, v) if meta.ndim > 2} - {1}
     if len(counts) <= 1:
         return _HeadDims(batch, (("h",),), (("h",),))
@@ -111,15 +111,15 @@ def attention(call: OpCall) -> Rule:
     heads = _heads(call)
     result_meta = call.result
     sizes = (*result_meta.shape[:-1], _operand_named(call, "key").shape[-2])
-    dims = [heads.operand(("q", ""), of_keys=False), heads.operand(("", ""), of_keys=True),
-            heads.operand(("", "v"), of_keys=True)]  # fmt: skip
+    dims = [heads.operand(("q", "e"), of_keys=False), heads.operand(("k", "e"), of_keys=True),
+            heads.operand(("k", "v"), of_keys=True)]  # fmt: skip
     if call.operand_index("attn_mask") is not None:
-        dims.append(heads.aligned(call.operands[3], ("q", ""), sizes))
+        dims.append(heads.aligned(call.operands[3], ("q", "k"), sizes))
     result = heads.operand(("q", "v"), of_keys=False)
     # Tensors with fewer dims broadcast along the leading ones.
     last = [full[len(full) - m.ndim :] for full, m in zip(dims, call.operands, strict=True)]
-    return Rule(drop_broadcast(last, call.operands), (result,), modes=linear_modes(2),
-                local=ShardCall(rewrites=(_CausalMask(),)))  # fmt: skip
+    return Rule(drop_broadcast(last, call.operands), (result,), unsharded=frozenset("ke"),
+                modes=linear_modes(2), local=ShardCall(rewrites=(_CausalMask(),)))  # fmt: skip
 
 
 # -- the fused forms ------------------------------------------------------------------------

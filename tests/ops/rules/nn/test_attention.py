@@ -99,11 +99,11 @@ def test_rows_without_allowed_keys_are_zero() -> None:
 
 def test_rule_texts() -> None:
     assert rule_text(SDPA, *query_key_value()) == (
-        "bhq1,bh11,bh1v->bhqv  {unreduced 2 sum; unreduced 2 avg}"
+        "bhqe,bhke,bhkv->bhqv  {e unsharded; k unsharded; unreduced 2 sum; unreduced 2 avg}"
     )
-    assert rule_factors(SDPA, *query_key_value(), is_causal=True) == "bhq1,bh11,bh1v->bhqv"
+    assert rule_factors(SDPA, *query_key_value(), is_causal=True) == "bhqe,bhke,bhkv->bhqv"
     assert rule_factors(SDPA, *query_key_value(6), rand(2, 6, 5, 6), enable_gqa=True) == (
-        "b(hg)q1,bh11,bh1v,b(hg)q1->b(hg)qv"
+        "b(hg)qe,bhke,bhkv,b(hg)qk->b(hg)qv"
     )
 
 
