@@ -106,6 +106,43 @@ def functional(
     return rewritten, tuple(written)
 
 
+def split_lists(graph: fx.Graph) -> None:
+    """Write lists whose elements share memory one element after the other, as kernels of CPUs.
+
+    As values all elements would be computed from what was there before.
+    """
+    for node in filter(_writes_what_others_read, graph.nodes):
+        named = _named(node.target, node.args, node.kwargs)
+        lists = [key for key, x in named.items() if isinstance(x, list | tuple)]
+        with graph.inserting_before(node):
+            for index in range(len(named[lists[0]])):
+                elements = {key: [named[key][index]] for key in lists}
+                if "scalars" in named and "scalars" not in lists:
+                    elements["scalars"] = _element(named["scalars"], index)
+                graph.call_function(node.target, (), {**named, **elements})
+        graph.erase_node(node)
+
+
+def _element(numbers: fx.Node, index: int) -> fx.Node:
+    """Insert the slice of a tensor that has one of its numbers."""
+    part = numbers.graph.call_function(torch.ops.aten.slice.Tensor, (numbers, 0, index, index + 1))
+    part.meta["val"] = numbers.meta["val"][index : index + 1]
+    return part
+
+
+def _writes_what_others_read(node: fx.Node) -> bool:
+    """Return True for an operation on lists one of whose elements writes memory of another one."""
+    if not base_name(node.target).startswith("_foreach_"):
+        return False
+    users: dict[int, set[int]] = {}
+    for value in (*node.args, *node.kwargs.values()):
+        members = enumerate(value) if isinstance(value, list | tuple) else [(-1, value)]
+        for index, member in members:
+            for storage in _storages(member) if isinstance(member, fx.Node) else ():
+                users.setdefault(storage, set()).add(index)
+    return any(len(users[storage]) > 1 for x in writes(node) for storage in _storages(x))
+
+
 class _FunctionalInterpreter(fx.Interpreter):
     """Interpreter of a graph that replaces operations whose schemas hide a write or a view."""
 
@@ -123,8 +160,6 @@ class _FunctionalInterpreter(fx.Interpreter):
         operand = _hidden_base(n)
         if operand is not None and _is_identity(n, operand):
             return self.env[operand]
-        if _writes_what_others_read(n):
-            return _one_by_one(n.target, *self.fetch_args_kwargs_from_env(n))
         replacements = _VIEWS if operand is not None else _EXPLICIT_WRITES if writes(n) else {}
         replacement = replacements.get(base_name(n.target))
         if replacement is not None:
@@ -134,30 +169,6 @@ class _FunctionalInterpreter(fx.Interpreter):
         if operand is not None and not _are_views(result, self.env[operand]):
             _refuse_views(n, operand)
         return result
-
-
-def _writes_what_others_read(node: fx.Node) -> bool:
-    """Return True for an operation on lists one of whose elements writes memory of another one.
-
-    As values all elements would be computed from what was there before.
-    """
-    if not base_name(node.target).startswith("_foreach_"):
-        return False
-    users: dict[int, set[int]] = {}
-    for value in (*node.args, *node.kwargs.values()):
-        members = enumerate(value) if isinstance(value, list | tuple) else [(-1, value)]
-        for index, member in members:
-            for storage in _storages(member) if isinstance(member, fx.Node) else ():
-                users.setdefault(storage, set()).add(index)
-    return any(len(users[storage]) > 1 for x in writes(node) for storage in _storages(x))
-
-
-def _one_by_one(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Run an operation that writes a list for each of its elements in turn, as kernels of CPUs."""
-    named = _named(op, args, kwargs)
-    lists = [key for key, x in named.items() if isinstance(x, list | tuple) or key == "scalars"]
-    for index in range(len(args[0])):
-        op(**{**named, **{key: named[key][index : index + 1] for key in lists}})
 
 
 def _instance_norm(

@@ -52,7 +52,7 @@ from fshard.ops.trace.checkpoints import (
     recorded_checkpoints,
 )
 from fshard.ops.trace.custom_functions import extract_backwards, has_effects
-from fshard.ops.trace.functionalize import functional, writes
+from fshard.ops.trace.functionalize import functional, split_lists, writes
 from fshard.ops.trace.inference import inference_without_grad
 from fshard.ops.trace.inner_gradients import (
     AboveAutograd,
@@ -255,6 +255,7 @@ def _trace(
                 # An unused result must not count as a use of a written tensor.
                 graph.graph.eliminate_dead_code(lambda n: bool(writes(n)) or has_effects(n))
                 _check_shapes(fakes, metas, where)
+                split_lists(graph.graph)
                 tracked = keep_gradients(graph, requires_grad, grad=torch.is_grad_enabled())
                 graph, written = functional(graph, fakes, symbols, above=above)
                 copy_overwritten(graph, tracked)

@@ -331,6 +331,7 @@ def test_foreach_writes_elements_that_others_read_in_turn() -> None:
         torch._foreach_mul_([y, y], [0.5, 3.0])
         with torch.no_grad():
             torch._foreach_mul_([total, total], total)
+            torch._foreach_lerp_([y, y.detach()], [y * 2, y * 3], 0.25)
         return y + z * total
 
     def in_turn(x: Tensor) -> Tensor:
@@ -339,7 +340,10 @@ def test_foreach_writes_elements_that_others_read_in_turn() -> None:
         y[1].add_(y[2])
         y.add_(z)
         z.add_(y)
-        return y.mul_(0.5).mul_(3.0) + z * total**4
+        y = y.mul_(0.5).mul_(3.0)
+        with torch.no_grad():
+            y.copy_((y * 1.25).lerp(y * 3, 0.25))
+        return y + z * total**4
 
     x = sample(4, 4).requires_grad_()
     results = fs.partition(on_lists, mesh=MESH, in_specs=P("dp"))(x), in_turn(x)
