@@ -160,7 +160,7 @@ class Write:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Copy:
-    """Copy of a value whose memory is written."""
+    """Copy of a value whose memory is written, or under `no_grad` one without its gradient."""
 
     out: int
     source: Ref

@@ -51,6 +51,7 @@ from fshard.partition.assignment.tensor_versions import (
     Assignment,
     TensorVersions,
     extended,
+    in_one_layout,
     redistributed,
 )
 from fshard.partition.ir import Ref
@@ -292,8 +293,7 @@ class LayoutAssigner:
                 for p in error.problems
             ])  # fmt: skip
             raise
-        versions = {spec: self.redistributed(tensor, spec)}
-        return TensorVersions(spec, tensor.grad, versions, kept=tensor.kept)
+        return in_one_layout(self.assignment, tensor, spec, self.topology, grad=self.grad)
 
     def custom_gradient(
         self,

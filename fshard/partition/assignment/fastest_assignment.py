@@ -24,7 +24,7 @@ from fshard.partition.assignment.tensor_versions import (
     TensorVersions,
     redistributed,
 )
-from fshard.partition.ir import Copy, Number, Ref, aliases_of, keep_gradients_of, with_modules
+from fshard.partition.ir import Number, aliases_of, keep_gradients_of, with_modules
 from fshard.partition.partitioned_call import NonTensor
 from fshard.partition.training_time import step_times
 from fshard.program.cost.topology import Topology
@@ -143,5 +143,4 @@ def copy_aliased_results(
         aliases.update(out for out, operand in aliases_of(line) if operand in aliases)
     for index, value in enumerate(outputs[:count]):
         if type(value) is int and value in aliases:
-            outputs[index] = assignment.new_value()
-            assignment.lines.append(Copy(outputs[index], Ref(value)))
+            outputs[index] = assignment.add_copy(value)

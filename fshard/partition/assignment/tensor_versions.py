@@ -152,6 +152,12 @@ class Assignment:
         )
         return out
 
+    def add_copy(self, source: int) -> int:
+        """Add a copy of a value in memory of its own; return its value."""
+        out = self.new_value()
+        self.lines.append(ir.Copy(out, Ref(source)))
+        return out
+
     def new_value(self) -> int:
         """Return the id of a new value."""
         self.count += 1
@@ -182,6 +188,16 @@ def redistributed(
     if assignment.checkpoints:
         assignment.checkpoints[-1].append((tensor, spec))
     return out
+
+
+def in_one_layout(
+    assignment: Assignment, tensor: TensorVersions, spec: Spec, topology: Topology, *, grad: bool
+) -> TensorVersions:
+    """Return the tensor in the layout `spec` alone, under `no_grad` without its gradient."""
+    value = redistributed(assignment, tensor, spec, topology, grad=grad)
+    if tensor.grad and not grad and value in tensor.versions.values():
+        value = assignment.add_copy(value)
+    return TensorVersions(spec, tensor.grad and grad, {spec: value}, kept=tensor.kept)
 
 
 def extended(

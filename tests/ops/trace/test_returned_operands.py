@@ -55,9 +55,18 @@ def undropped(x: Tensor, w: Tensor) -> Tensor:
     return y @ z.t() + z.sum(0)
 
 
-@pytest.mark.parametrize(
-    "fn", [divided_by_norm, divided_by_mean, moved, doubled, viewed, undropped]
-)
+def unchanged(x: Tensor, w: Tensor) -> Tensor:
+    """Local operations, or a constraint, that could return their operand: the results are new."""
+    with torch.no_grad():
+        rolled, row = w.roll(4, 0), w[1::2].sum_to_size(1, 4)
+        constrained = fs.constrain(w, P("tp", "dp"))
+    return x @ w * rolled * row * constrained
+
+
+FUNCTIONS = [divided_by_norm, divided_by_mean, moved, doubled, viewed, undropped, unchanged]
+
+
+@pytest.mark.parametrize("fn", FUNCTIONS)
 def test_gradients_of_memory_that_no_grad_shares(fn: Callable[[Tensor, Tensor], Tensor]) -> None:
     """Operands that functions return keep their gradients, and views have none."""
     generator = torch.Generator().manual_seed(0)

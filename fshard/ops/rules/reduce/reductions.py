@@ -31,7 +31,6 @@ from fshard.ops.strategy.local_call import (
     LocalCall,
     LocalRewrite,
     RankContext,
-    WithLocalShape,
 )
 from fshard.run.transports.reduce_dtypes import neutral_like
 
@@ -256,7 +255,17 @@ def sum_to_size(call: OpCall) -> Rule:
     factors = dim_factors(x.ndim)
     result = tuple(() if d in summed else factors[d] for d in range(lead, x.ndim))
     return Rule((factors,), (result,), tuple((factors[d][0], "sum") for d in summed),
-                modes=linear_modes(0), local=WithLocalShape("size"))  # fmt: skip
+                modes=linear_modes(0), local=_LocalSumToSize())  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _LocalSumToSize:
+    """Local `sum_to_size`, a new tensor also where the rank has nothing to sum."""
+
+    def __call__(self, op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> torch.Tensor:
+        """Run the operation on one rank."""
+        out: torch.Tensor = op(args[0], list(ctx.shape()))
+        return out.clone() if out is args[0] else out
 
 
 def quantile(call: OpCall) -> Rule:

@@ -28,7 +28,9 @@ class _LocalRoll:
         """Run the operation on one rank."""
         x: torch.Tensor = args[0]
         dims = [d for d, shift in enumerate(self.shifts) if shift and ctx.is_unsharded(0, d)]
-        return x.roll([self.shifts[dim] for dim in dims], dims) if dims else x
+        if dims:
+            return x.roll([self.shifts[dim] for dim in dims], dims)
+        return x if any(self.shifts) else x.clone()
 
 
 @register_rule("roll")
