@@ -158,12 +158,23 @@ def call_with_state(
 ) -> Any:
     """Call a module with other parameters and buffers, and leave it as it was.
 
-    `torch.func.functional_call` leaves the weights in the lists of recurrent layers.
+    Buffers that the module replaces are replaced in `values`.
+
+    `torch.func.functional_call` leaves the weights in the lists of recurrent layers, and in modules
+    under two names, which it would restore twice.
     """
+    owners = {
+        f"{path}.{name}" if path else name: (id(owner), name)
+        for path, owner in module.named_modules(remove_duplicate=False)
+        for name in (*owner._parameters, *owner._buffers)
+    }
+    names = {owners.get(name, name): name for name in values}
+    state = {name: values[name] for name in names.values()}
     layers = [x for x in module.modules() if isinstance(x, nn.RNNBase)]
     before = [[*layer._flat_weights] for layer in layers]
     try:
-        return torch.func.functional_call(module, values, tuple(args), kwargs, tie_weights=False)
+        return torch.func.functional_call(module, state, tuple(args), kwargs, tie_weights=False)
     finally:
+        values.update((name, state[names[owners.get(name, name)]]) for name in values)
         for layer, weights in zip(layers, before, strict=True):
             layer._flat_weights = weights

@@ -118,7 +118,7 @@ def test_fused_projection_is_exchanged_by_heads() -> None:
     torch.testing.assert_close(grads, expected)
 
 
-COVARIANCES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+UNREAD: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "cov": lambda x, w: torch.cov(x),
     "population": lambda x, w: x.cov(correction=0),
     "fweights": lambda x, w: torch.cov(x, fweights=torch.arange(8)),
@@ -128,14 +128,17 @@ COVARIANCES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "integers": lambda x, w: torch.cov((10 * x).int()),
     "corrcoef": lambda x, w: torch.corrcoef(x),
     "corrcoef of one variable": lambda x, w: x[0].corrcoef(),
+    "combinations": lambda x, w: torch.combinations(x[0], 3) @ w[:3],
+    "repeated": lambda x, w: torch.combinations(w, with_replacement=True) @ x[:2],
+    "number of a list": lambda x, w: torch._foreach_add([x, x.cos()], w.sum())[1],
     "corrcoef of complex": lambda x, w: torch.corrcoef(torch.complex(x, x.sin())).abs(),
 }
 
 
-@pytest.mark.parametrize("name", COVARIANCES)
+@pytest.mark.parametrize("name", UNREAD)
 @pytest.mark.parametrize("layout", [BOTH, ROWS, P(None, "x")], ids=str)
-def test_covariances_equal_one_device(name: str, layout: fs.PartitionSpec) -> None:
-    function, mesh = COVARIANCES[name], fs.Mesh(x=2, y=2)
+def test_functions_whose_values_are_not_read_equal_one_device(name: str, layout: fs.PartitionSpec) -> None:
+    function, mesh = UNREAD[name], fs.Mesh(x=2, y=2)
     x, w = rand(4, 8).requires_grad_(), rand(8, seed=1)
     actual, expected = partition(function, mesh=mesh, in_specs=(layout, P()))(x, w), function(x, w)
     torch.testing.assert_close(actual, expected)
@@ -151,3 +154,12 @@ def test_recurrent_layers_are_modules(kind: type[torch.nn.RNNBase]) -> None:
     part = fs.partition(layer, mesh=fs.Mesh(dp=2), params=P(), in_specs=P("dp"))
     torch.testing.assert_close(part(params, x)[0], expected)
     assert all(a is b for a, b in zip(layer._flat_weights, params.values(), strict=True))
+
+
+def test_modules_under_two_names_are_left_as_they_were() -> None:
+    layer, x = torch.nn.Linear(4, 4).double(), torch.randn(4, 4, dtype=torch.float64)
+    model = torch.nn.Sequential(layer, layer)
+    params, expected = dict(model.named_parameters()), model(x)
+    part = fs.partition(model, mesh=fs.Mesh(dp=2), params=P("dp"), in_specs=P("dp"))
+    torch.testing.assert_close(part(params, x), expected)
+    assert all(layer.get_parameter(name[2:]) is y for name, y in params.items())

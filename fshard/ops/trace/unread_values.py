@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -82,6 +83,27 @@ def ctc_loss(*args: Any, reduction: str | int = "mean", **kwargs: Any) -> Tensor
     return ctc_loss(*args, **options)
 
 
+def combinations(
+    input: Tensor,  # noqa: A002 - the name in torch
+    r: int = 2,
+    with_replacement: bool = False,
+) -> Tensor:
+    """Compute `torch.combinations`, whose number of rows depends on the shape alone."""
+    of = itertools.combinations_with_replacement if with_replacement else itertools.combinations
+    positions = torch.tensor([*of(range(len(input)), r)], dtype=torch.int64, device=input.device)
+    return input[positions.reshape(-1, r)]
+
+
+def with_lists(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of lists that takes a tensor as a number without reading it."""
+
+    def run(tensors: Sequence[Tensor], other: Any, **kwargs: Any) -> Any:
+        others = [other] * len(tensors) if isinstance(other, Tensor) else other
+        return func(tensors, others, **kwargs)
+
+    return run
+
+
 def unchecked(input: Tensor) -> bool:  # noqa: A002 - the name in torch
     """Return True: the parameters and samples of `torch.distributions` are not checked."""
     return True
@@ -92,7 +114,8 @@ WITHOUT_READS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.corrcoef: corrcoef, IS_ALL_TRUE: unchecked,
     torch.nn.functional.gaussian_nll_loss: gaussian_nll_loss,
     torch.ctc_loss: ctc_loss, torch.nn.functional.ctc_loss: ctc_loss,
-    torch.where: where,
+    torch.where: where, torch.combinations: combinations,
+    **{func: with_lists(func) for func in (torch._foreach_add, torch._foreach_add_)},
     torch.Tensor.where: lambda x, condition, other: where(condition, x, other),
 }  # fmt: skip
 """Replacements of functions of PyTorch that cannot be traced."""

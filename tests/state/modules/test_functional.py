@@ -20,10 +20,23 @@ from tests.state.modules.module_cases import (
     words,
 )
 
+class Shared(nn.Module):
+    """Module with one submodule under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Counter()
+        self.layers = nn.ModuleList([self.first, nn.Linear(4, 4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[1](self.first(x) + self.layers[0](x))
+
+
 CASES: dict[str, tuple[type[nn.Module], tuple[Any, ...], dict[str, Any]]] = {
     "tied": (TiedLanguageModel, (words(4, 6),), {"shift": 0.5}),
     "batch norm": (BatchNormNet, (noise(8, 3, 4, 4),), {}),
     "written buffers": (Counter, (), {"x": noise(8, 4)}),
+    "two names": (Shared, (noise(8, 4),), {}),
 }
 
 
