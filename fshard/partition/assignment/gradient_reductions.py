@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fshard._util.dtypes import is_inexact
@@ -68,6 +68,8 @@ class ValueTable:
     specs: dict[int, Spec]
     differentiated: set[int]
     numbers: set[int]
+    results: dict[int, Sequence[Spec | None]] = field(default_factory=dict)
+    """Specs of all results of operations."""
 
     @classmethod
     def of(
@@ -105,7 +107,9 @@ class ValueTable:
             case Operation():
                 values = [value for value in operands_of(line) if value not in self.numbers]
                 self.specs.update(zip(values, line.strategy.in_specs, strict=True))
-                spec = line.strategy.computed_specs[0] if line.single else None
+                computed = line.strategy.computed_specs
+                self.results[line.out] = computed
+                spec = computed[0] if line.single else None
                 if spec is not None:
                     self.specs[line.out] = spec
                 exact = spec is not None and not is_inexact(spec)
@@ -113,6 +117,10 @@ class ValueTable:
             case Redistribution():
                 self.specs.update({line.source.value: line.program.src, line.out: line.program.dst})
                 return line.grad
+            case Pick():
+                picked = self.results.get(line.source.value)
+                if picked and (spec := picked[line.index]) is not None:
+                    self.specs[line.out] = spec
             case ClosureTensor():
                 return line.tensor.requires_grad
             case RegionCall():

@@ -94,6 +94,17 @@ def test_gradients_of_a_sum_are_reduced_before_its_functions_are_differentiated(
     torch.testing.assert_close(*(torch.autograd.grad(loss, leaves) for loss in losses))
 
 
+def test_results_of_a_reduced_operation_are_cast_back_where_they_are_results() -> None:
+    def determinant(x: Any, w: Any) -> Any:
+        sign, logarithm = torch.linalg.slogdet(w.mT @ w + torch.eye(4))
+        return logarithm, x * sign + x
+
+    x, w = torch.ones(8, 4, dtype=torch.float64), torch.randn(4, 4, dtype=torch.float64)
+    part = fs.partition(determinant, mesh=fs.Mesh(x=2), in_specs=P(None, "x"))
+    grads = [torch.autograd.grad(fn(x, w.requires_grad_())[0], w) for fn in (part, determinant)]
+    torch.testing.assert_close(*grads)
+
+
 def test_network_has_the_minimum_cut_nearest_to_the_source() -> None:
     generator = random.Random(0)
     for _ in range(60):
