@@ -137,7 +137,9 @@ UNREAD: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("name", UNREAD)
 @pytest.mark.parametrize("layout", [BOTH, ROWS, P(None, "x")], ids=str)
-def test_functions_whose_values_are_not_read_equal_one_device(name: str, layout: fs.PartitionSpec) -> None:
+def test_functions_whose_values_are_not_read_equal_one_device(
+    name: str, layout: fs.PartitionSpec
+) -> None:
     function, mesh = UNREAD[name], fs.Mesh(x=2, y=2)
     x, w = rand(4, 8).requires_grad_(), rand(8, seed=1)
     actual, expected = partition(function, mesh=mesh, in_specs=(layout, P()))(x, w), function(x, w)

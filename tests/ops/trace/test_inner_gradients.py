@@ -556,3 +556,14 @@ def test_requires_grad_is_that_of_one_device(tracked: str) -> None:
     rows = {key: torch.ones(2, requires_grad=key in tracked) for key in "ab"}
     part = fs.partition(reads_requires_grad, mesh=fs.Mesh(x=2), in_specs=P())
     assert part(rows, torch.ones(2)) == reads_requires_grad(rows, torch.ones(2))
+
+
+def test_hessian_of_a_product_with_a_vector() -> None:
+    """Forward mode makes zeros in the place of the tangent of the matrix."""
+
+    def of_vector(x: Tensor, w: Tensor) -> Any:
+        return torch.func.hessian(lambda w: (x @ w).sin().sum())(w)
+
+    x, w = torch.randn(2, 4, 4, dtype=torch.float64).requires_grad_()
+    part = fs.partition(of_vector, mesh=fs.Mesh(x=2), in_specs=(P("x"), P("x")))
+    torch.testing.assert_close(part(x, w[0]), of_vector(x, w[0]))

@@ -20,6 +20,7 @@ from tests.state.modules.module_cases import (
     words,
 )
 
+
 class Shared(nn.Module):
     """Module with one submodule under two names."""
 

@@ -9,6 +9,7 @@ may be unreduced itself. An operand that is added to the product is counted once
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from typing import Any
 
 import torch
 
@@ -25,6 +26,7 @@ from fshard.ops.rules.letters import (
     trailing_dims,
 )
 from fshard.ops.rules.shard_call import ExpandArgument, SetArgument, ShardCall
+from fshard.ops.strategy.local_call import Args, Kwargs, RankContext
 
 aten = torch.ops.aten
 
@@ -148,7 +150,13 @@ def kron(call: OpCall) -> Rule:
     ndim = max(a.ndim, b.ndim)
     padded = [((),) * (ndim - len(dims)) + dims for dims in (left_dims, right_dims)]
     result = tuple((*x, *y) for x, y in zip(*padded, strict=True))
-    return contraction_rule(call, (left_dims, right_dims), result)
+    return contraction_rule(call, (left_dims, right_dims), result, local=_kron_of_contiguous)
+
+
+def _kron_of_contiguous(op: Any, args: Args, kwargs: Kwargs, ctx: RankContext) -> torch.Tensor:
+    """Run `kron`, which raises for some strides of its operands."""
+    out: torch.Tensor = op(*(x.contiguous() for x in args), **kwargs)
+    return out
 
 
 @register_rule(aten.linalg_multi_dot, aten.chain_matmul)

@@ -14,7 +14,7 @@ import torch
 from fshard._torch.operators import schema_of
 from fshard.ops.core.builders import dim_factors, unread_modes
 from fshard.ops.core.call import OpCall
-from fshard.ops.core.registry import register_rule
+from fshard.ops.core.registry import register_decomposition, register_rule
 from fshard.ops.core.rule import Rule
 from fshard.ops.rules.view.view_factors import letter_dims
 from fshard.ops.strategy.local_call import Args, Kwargs, RankContext, WithLocalShape
@@ -62,6 +62,14 @@ def to_number(call: OpCall) -> Rule:
     gathers neither: shards are compared, and to unshard the result sends one bool.
     """
     return Rule(tuple(((),) * meta.ndim for meta in call.operands), ())
+
+
+@register_decomposition("_new_zeros_with_same_feature_meta")
+def zero_tangent(
+    x: torch.Tensor, other: torch.Tensor, *, self_num_batch_dims: int = 0
+) -> torch.Tensor:
+    """Return zeros in the shape of `other`, as forward mode makes of operands without tangents."""
+    return x.new_zeros((*x.shape[:self_num_batch_dims], *other.shape))
 
 
 @register_rule("linspace", "logspace")

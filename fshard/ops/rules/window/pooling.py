@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -232,8 +232,14 @@ def max_unpool(call: OpCall) -> Rule:
 
 @register_rule("fractional_max_pool2d", "fractional_max_pool3d")
 def fractional_max_pool(call: OpCall) -> Rule:
-    """Rule of fractional pooling: spatial dims stay unsharded."""
-    return per_plane(call)
+    """Rule of fractional pooling: spatial dims stay unsharded.
+
+    The random samples have a dim for the batch, also where the first operand has none.
+    """
+    rule = per_plane(call)
+    lead = rule.operands[0][: -spatial_dims(call)]
+    samples = ((),) * (2 - len(lead)) + lead + ((),)
+    return replace(rule, operands=(rule.operands[0], samples))
 
 
 # -- gradients --------------------------------------------------------------------------------

@@ -76,6 +76,13 @@ def test_products_equal_one_device(name: str) -> None:
     assert rule_errors(PRODUCTS[name]) == []
 
 
+def test_kron_of_columns() -> None:
+    """PyTorch's kernel raises for the strides that shards and gathered tensors have."""
+    x = rand(4, 4)
+    actual = fs.partition(torch.kron, mesh=fs.Mesh(x=4), in_specs=fs.P(None, "x"))(x, x)
+    torch.testing.assert_close(actual, torch.kron(x, x))
+
+
 @pytest.mark.parametrize("name", ADDED)
 def test_added_operands_count_once(name: str) -> None:
     assert rule_errors(ADDED[name], grad=name != "activated") == []
