@@ -116,7 +116,7 @@ def split_lists(graph: fx.Graph) -> None:
         lists = [key for key, x in named.items() if isinstance(x, list | tuple)]
         with graph.inserting_before(node):
             for index in range(len(named[lists[0]])):
-                elements = {key: [named[key][index]] for key in lists}
+                elements: dict[str, Any] = {key: [named[key][index]] for key in lists}
                 if "scalars" in named and "scalars" not in lists:
                     elements["scalars"] = _element(named["scalars"], index)
                 graph.call_function(node.target, (), {**named, **elements})
