@@ -326,5 +326,7 @@ def _dispatched(
     return log.calls
 
 
+FOREACH_ADD: tuple[Callable[..., Any], ...] = (torch._foreach_add, torch._foreach_add_)
+"""Additions to lists, which read a tensor that is their number."""
 IS_ALL_TRUE = torch._is_all_true
 """Check of the values of a bool tensor by which `torch.distributions` validates its arguments."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard._torch.operators import IS_ALL_TRUE
+from fshard._torch.operators import FOREACH_ADD, IS_ALL_TRUE
 
 
 def cov(
@@ -115,7 +115,7 @@ WITHOUT_READS: dict[Any, Callable[..., Any]] = {
     torch.nn.functional.gaussian_nll_loss: gaussian_nll_loss,
     torch.ctc_loss: ctc_loss, torch.nn.functional.ctc_loss: ctc_loss,
     torch.where: where, torch.combinations: combinations,
-    **{func: with_lists(func) for func in (torch._foreach_add, torch._foreach_add_)},
+    **{func: with_lists(func) for func in FOREACH_ADD},
     torch.Tensor.where: lambda x, condition, other: where(condition, x, other),
 }  # fmt: skip
 """Replacements of functions of PyTorch that cannot be traced."""
