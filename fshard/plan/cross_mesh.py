@@ -30,18 +30,22 @@ def plan_between(
     topology: Topology | None,
     max_memory: int | None = None,
     exclude: frozenset[type] = frozenset(),
+    enough: float = 0.0,
 ) -> list[Step] | None:
-    """Return the cheapest steps from `src` to `dst`, on one mesh or between two, or None."""
+    """Return the cheapest steps from `src` to `dst`, on one mesh or between two, or None.
+
+    On one grid of devices any steps that cost at most `enough` will do.
+    """
     options = topology, max_memory, exclude
     if src.mesh == dst.mesh:
-        return plan_steps(src, dst, *options)
+        return plan_steps(src, dst, *options, enough=enough)
     fine = common_refinement(src.mesh, dst.mesh)
     if fine is not None and Remesh not in exclude:
         start, end = (
             Spec._of(fine.mesh, fine.refine(s.partition, which), s.shape, s.dtype, s.sizes)
             for which, s in enumerate((src, dst))
         )
-        steps = plan_steps(start, end, *options)
+        steps = plan_steps(start, end, *options, enough=enough)
         if steps is None:
             return None
         before: list[Step] = [Remesh(fine.mesh, start.partition)]

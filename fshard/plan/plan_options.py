@@ -16,7 +16,10 @@ Objective = Literal["time", "bytes"]
 
 
 class PlanOptions(NamedTuple):
-    """Options of `redistribute`; `sharers` programs are assumed to share each launch."""
+    """Options of `redistribute`; `sharers` programs are assumed to share each launch.
+
+    A program whose cost is at most `enough` need not be the cheapest.
+    """
 
     topology: Topology | None
     objective: Objective
@@ -25,6 +28,7 @@ class PlanOptions(NamedTuple):
     forward_dtype: torch.dtype | None
     backward_dtype: torch.dtype | None
     sharers: int = 1
+    enough: float = 0.0
 
     @property
     def cost_topology(self) -> Topology | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Any, overload
@@ -164,8 +165,9 @@ def _steps(src: Spec, dst: Spec, options: PlanOptions) -> tuple[Step, ...] | Non
     if wire is not None:  # costs are those of the dtype that is sent
         src, dst = src._with(dtype=wire), dst._with(dtype=wire)
     steps = plan_between(
-        src, dst, options.cost_topology, options.max_memory, frozenset(options.exclude)
-    )
+        src, dst, options.cost_topology, options.max_memory, frozenset(options.exclude),
+        options.enough,
+    )  # fmt: skip
     return None if steps is None else tuple(steps)
 
 
@@ -232,18 +234,23 @@ def _problems(src: Spec, dst: Spec, options: PlanOptions) -> list[Problem]:
 
 def _fix(src: Spec, dst: Spec, options: PlanOptions) -> str:
     """Return a fix that was tried: the least sufficient memory, or step types to allow."""
+
+    def find(max_memory: int | None) -> Program | None:
+        """Return any program within the memory."""
+        return _find(src, dst, options._replace(max_memory=max_memory, enough=math.inf))
+
     least, prog = None, None
     if options.max_memory is not None:
         ends = max(max_local_nbytes(src), max_local_nbytes(dst))
         too_little = max(options.max_memory, ends - 1)
         if too_little < ends:  # mostly enough
-            prog = _find(src, dst, options._replace(max_memory=ends))
+            prog = find(ends)
             too_little = ends if prog is None else too_little
-        prog = prog or _find(src, dst, options._replace(max_memory=None))
+        prog = prog or find(None)
         while prog is not None:
             least = peak_memory(prog)
             enough = least <= too_little + 1
-            prog = None if enough else _find(src, dst, options._replace(max_memory=least - 1))
+            prog = None if enough else find(least - 1)
     if least is not None:
         return f"give max_memory={least}, the least there is"
     unrestricted = _find(src, dst, options._replace(max_memory=None, exclude=()))

@@ -30,19 +30,23 @@ def plan_steps(
     max_memory: int | None = None,
     exclude: frozenset[type] = frozenset(),
     limit: float = math.inf,
+    enough: float = 0.0,
 ) -> list[Step] | None:
     """Return the cheapest steps from `src` to `dst`, along axes of the mesh or parts of them.
 
-    None if there are none within the restrictions, or none that cost less than `limit`.
+    Any that cost at most `enough` will do. None if there are none within the restrictions, or none
+    that cost less than `limit`.
     """
-    best = search(src, dst, topology, max_memory, exclude, limit)
+    best = search(src, dst, topology, max_memory, exclude, limit, enough)
+    if best is not None and best[1] <= enough:
+        return best[0]
     fine = node_refinement(src.mesh, topology, Exchange in exclude)
     if fine is None or Remesh in exclude or (best and Program(src, best[0]).is_local):
         return best[0] if best else None
     # A program on the finer mesh has two more steps, so it must save at least 1 %.
     limit = best[1] * 0.99 if best else limit
     start, end = (_refined(spec, fine) for spec in (src, dst))
-    finer = search(start, end, topology, max_memory, exclude, limit)
+    finer = search(start, end, topology, max_memory, exclude, limit, enough)
     if finer is None:
         return best[0] if best else None
     return [Remesh(fine.mesh, start.partition), *finer[0], Remesh(src.mesh, dst.partition)]

@@ -160,17 +160,17 @@ def split_sizes(size: int, shards: int, sizes: DimSizes, n: int, chunk: bool) ->
     With `chunk` shards are split as `torch.chunk` does; without, a text is returned that gives the
     rule for equal parts if a shard cannot be split equally.
     """
-    if sizes is None:
-        if size % (shards * n) == 0:
-            return None
-        sizes = (size // shards,) * shards
-    if not any(shard % n for shard in {*sizes}):
-        return tuple(shard // n for shard in sizes for _ in range(n))
-    if chunk:
-        chunks = {shard: chunk_sizes(shard, (n,)) for shard in {*sizes}}
-        return tuple(itertools.chain.from_iterable(map(chunks.__getitem__, sizes)))
-    odd = next(shard for shard in sizes if shard % n)
-    return f"each shard size must be divisible by {n}: {odd} % {n} = {odd % n}"
+    distinct = [size // shards] if sizes is None else [*dict.fromkeys(sizes)]
+    odd = None if chunk else next((shard for shard in distinct if shard % n), None)
+    if odd is not None:
+        return f"each shard size must be divisible by {n}: {odd} % {n} = {odd % n}"
+    chunks = {shard: chunk_sizes(shard, (n,)) for shard in distinct}
+    if len({*itertools.chain(*chunks.values())}) == 1:
+        return None
+    parts: list[int] = []
+    for shard, run in itertools.groupby(sizes) if sizes else [(size // shards, range(shards))]:
+        parts += chunks[shard] * len([*run])
+    return tuple(parts)
 
 
 def reverse_all_to_all(step: AllToAll, spec: Spec) -> AllToAll:

@@ -11,6 +11,7 @@ axes, the first ones are ordered by the time of their programs.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -32,7 +33,8 @@ from fshard.ops.propagate.choice_hints import (
     gathers,
 )
 from fshard.ops.strategy.axis_roles import AxisState, Role, axis_states, factor_sizes
-from fshard.ops.strategy.strategy import Layouts, OperandLayouts, Strategy
+from fshard.ops.strategy.strategy import Layouts, OperandLayouts, Strategy, operand_program
+from fshard.plan.search.size_tables import shared_size_tables
 from fshard.plan.split_axes import least_cost
 from fshard.program.cost.topology import Topology
 from fshard.program.cost.traffic import max_local_nbytes
@@ -105,11 +107,12 @@ class _Search:
         if not best or not _moves_several_axes(best[0]):
             return best
         best = []
-        for strategy in self.least(axes, 1 + MAX_ALTERNATIVES):
-            if len(best) >= count and self.least_time(strategy) > best[count - 1].time:
-                continue
-            planned = self.planned(strategy) if _moves_several_axes(strategy) else strategy
-            best = sorted([*best, planned], key=lambda strategy: strategy.time)
+        with shared_size_tables():
+            for strategy in self.least(axes, 1 + MAX_ALTERNATIVES):
+                limit = best[count - 1].time if len(best) >= count else math.inf
+                planned = self.planned(strategy, limit)
+                if planned is not None:
+                    best = sorted([*best, planned], key=lambda strategy: strategy.time)
         return best[:count]
 
     def alternatives(self, best: Strategy) -> tuple[Strategy, ...]:
@@ -144,26 +147,30 @@ class _Search:
         self.moves[id(strategy)] = strategy, moves
         return strategy
 
-    def least_time(self, strategy: Strategy) -> float:
-        """Return a lower bound of the time of a strategy with that of its programs."""
-        arguments, topology = self.query.arguments, self.query.topology
-        time = strategy.time - self.moves[id(strategy)][1]
-        for operand, ends in enumerate(zip(strategy.sources, strategy.shard_specs, strict=True)):
-            shared = topology.launch if operand in arguments.operands else 0.0
-            time += max(0.0, least_cost(*ends, topology) - shared)
-        return time
+    def planned(self, strategy: Strategy, limit: float) -> Strategy | None:
+        """Return a strategy with the time of its programs in place of their estimate.
 
-    def planned(self, strategy: Strategy) -> Strategy:
-        """Return a strategy with the time of its programs in place of their estimate."""
+        Lower bounds stand for programs that are not planned yet; None if the sum exceeds `limit`.
+        """
+        if not _moves_several_axes(strategy):
+            return strategy if strategy.time <= limit else None
         arguments, topology = self.query.arguments, self.query.topology
-        moves, launched = 0.0, {*arguments.launched}
-        for operand, prog in enumerate(strategy.programs):
-            moves += program_time(prog, topology)
+        ends = list(zip(strategy.sources, strategy.shard_specs, strict=True))
+        moves, launched = [least_cost(*pair, topology) for pair in ends], {*arguments.launched}
+        for operand in arguments.operands:
+            moves[operand] = max(0.0, moves[operand] - topology.launch)
+        others = strategy.time - self.moves[id(strategy)][1]
+        for operand in range(len(ends)):
+            if others + sum(moves) > limit:
+                return None
+            prog = operand_program(strategy, operand)
+            moves[operand] = program_time(prog, topology)
             kinds = gathers(prog.src, prog.dst)
             if operand in arguments.operands and kinds:
-                moves -= num_launches(prog) * topology.launch if kinds <= launched else 0.0
+                saves = kinds <= launched
+                moves[operand] -= num_launches(prog) * topology.launch if saves else 0.0
                 launched |= kinds
-        return replace(strategy, time=strategy.time - self.moves[id(strategy)][1] + moves)
+        return replace(strategy, time=others + sum(moves))
 
 
 def _by_sum(axes: Sequence[list[AxisOption]]) -> Iterator[tuple[float, tuple[AxisOption, ...]]]:

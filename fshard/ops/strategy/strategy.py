@@ -151,13 +151,14 @@ class Strategy(NotebookView):
 
 @lru_cache(maxsize=CACHE_SIZE)
 def _operand_programs(strategy: Strategy) -> tuple[Program, ...]:
-    rows = zip(strategy.sources, strategy.shard_specs, strategy.in_halos, strict=True)
-    return tuple(
-        redistribute(src, dst, topology=strategy.topology) >> halo
-        if halo
-        else redistribute(src, dst, topology=strategy.topology)
-        for src, dst, halo in rows
-    )
+    return tuple(operand_program(strategy, operand) for operand in range(len(strategy.sources)))
+
+
+def operand_program(strategy: Strategy, operand: int) -> Program:
+    """Return the program from an operand's given spec to the one the operation runs on."""
+    ends = strategy.sources[operand], strategy.shard_specs[operand]
+    prog, halo = redistribute(*ends, topology=strategy.topology), strategy.in_halos[operand]
+    return prog >> halo if halo else prog
 
 
 @lru_cache(maxsize=CACHE_SIZE)

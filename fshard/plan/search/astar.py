@@ -62,8 +62,9 @@ def search(
     max_memory: int | None = None,
     exclude: frozenset[type] = frozenset(),
     limit: float = math.inf,
+    enough: float = 0.0,
 ) -> tuple[list[Step], float] | None:
-    """Return the cheapest steps from `src` to `dst` and their cost.
+    """Return the cheapest steps from `src` to `dst` and their cost, or any of at most `enough`.
 
     Both specs have one mesh, shape and dtype. The cost is in seconds, or in bytes received by the
     busiest rank with `topology=None`. The result is None if no program meets the restrictions, or
@@ -80,6 +81,8 @@ def search(
     haste = slowness * (HASTE if many_axes else 0.5 if problem.slow_axes else 1)
     best = _first_program(problem, CollectiveEdges(problem, direct=True), limit, 10, slowness)
     for greed in (2, 1) if many_axes else (1,):
+        if best is not None and best[1] <= enough:
+            break
         edges = CollectiveEdges(problem, direct=False)
         best = _first_program(problem, edges, best[1] if best else limit, greed, haste) or best
     return best

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -84,29 +84,41 @@ class ExchangeEdges:
         `moved` is None if the traffic has no closed form; it is then computed if it may matter.
         `copies` are the bytes of the copies around it.
         """
-        problem = self.problem
+        problem, exchange = self.problem, make_step.func not in GATHERS
         if not problem.is_divisible(after):
             return None
         if moved is None:
-            if self.min_total(before, after, sum(copies), reduced_ranks) > self.limit:
+            cost_of = partial(problem.cost, axes, copies=copies, exchange=exchange)
+            if self.min_total(before, after, sum(copies), reduced_ranks, cost_of) > self.limit:
                 return None
             moved = problem.traffic(make_step, axes, before, after, reduced_ranks)
         if moved.launches and not problem.empty:
-            cost = problem.cost(axes, moved, copies, make_step.func not in GATHERS)
+            cost = problem.cost(axes, moved, copies, exchange)
         else:
             cost = problem.local_cost(2 * problem.nbytes(after))
         return (cost, make_step, after) if cost <= self.limit else None
 
     def min_total(
-        self, before: SearchLayout, after: SearchLayout, copied: int, reduced_ranks: int
+        self,
+        before: SearchLayout,
+        after: SearchLayout,
+        copied: int,
+        reduced_ranks: int,
+        cost_of: Callable[[Traffic], float],
     ) -> float:
-        """Return a lower bound of the cost of a collective and of all steps after it."""
+        """Return a lower bound of the cost of a collective and of all steps after it.
+
+        `cost_of` returns the cost of the collective if it has some traffic.
+        """
         problem = self.problem
-        rest, missing = problem.bound(after), problem.missing_between(before, after, reduced_ranks)
+        rest = problem.bound(after)
+        local = rest + problem.local_cost(min(copied, 2 * problem.nbytes(after)))
+        if local > self.limit:
+            return local
+        missing = problem.missing_between(before, after, reduced_ranks)
         if missing <= 0:
-            return rest + problem.local_cost(min(copied, 2 * problem.nbytes(after)))
-        launch = problem.min_cost(missing * problem.itemsize, 0)
-        return rest + problem.local_cost(copied) + launch
+            return local
+        return rest + cost_of(Traffic(0, missing * problem.itemsize, 1, 1))
 
     # -- edges ------------------------------------------------------------------------
 

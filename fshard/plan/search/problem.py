@@ -21,9 +21,9 @@ from fshard.plan.search.search_layout import (
     SearchLayout,
     all_to_all_of,
     exchange_to,
-    hashed_once,
     subsets,
 )
+from fshard.plan.search.size_tables import size_tables
 from fshard.program.cost.links import JOIN, Link
 from fshard.program.cost.model import collective_time, copy_time
 from fshard.program.cost.rank_overlap import DimShardings, RankOverlap, index_of_largest
@@ -38,8 +38,8 @@ from fshard.program.cost.traffic import (
     traffic,
 )
 from fshard.program.exchange_boxes import axis_positions, converted
-from fshard.program.infer import join_sizes, permute_signature, split_sizes
-from fshard.program.steps import AllToAll, Step
+from fshard.program.infer import permute_signature
+from fshard.program.steps import AllGather, AllToAll, ReduceScatter, Step
 
 LAUNCH_COST = 1e-2
 """Cost of a launch in bytes: launches break ties of programs that receive equally many bytes."""
@@ -92,10 +92,8 @@ class SearchProblem:
         self.bounds: dict[SearchLayout, float] = {}
         self.specs: dict[SearchLayout, Spec] = {}
         self.rank_overlap: RankOverlap | None = None
+        self.sizes = size_tables()
         self.split_cache: dict[tuple[int, DimSizes, Axes, Axes], DimSizes] = {}
-        self.chunk_cache: dict[tuple[int, int, DimSizes, int], DimSizes] = {}
-        self.join_cache: dict[tuple[DimSizes, int], DimSizes] = {}
-        self.widest: dict[DimSizes, int] = {}
         self.rank_counts: dict[Axes, int] = {}
         self.parts: dict[tuple[int, Axes, Axes, Set[str]], DimTraffic | None] = {}
         self.dim_overlaps: dict[tuple[int, Axes, frozenset[str]], tuple[int, int, bool]] = {}
@@ -164,16 +162,10 @@ class SearchProblem:
         nbytes = self.local_sizes.get(key)
         if nbytes is None:
             nbytes = self.itemsize
-            for size, axes, sizes in zip(self.src.shape, layout.dims, layout.sizes, strict=True):
-                nbytes *= size // self.num_ranks(axes) if sizes is None else self.max_size(sizes)
+            for n, axes, sizes in zip(self.src.shape, layout.dims, layout.sizes, strict=True):
+                nbytes *= n // self.num_ranks(axes) if sizes is None else self.sizes.widest(sizes)
             self.local_sizes[key] = nbytes
         return nbytes
-
-    def max_size(self, sizes: tuple[int, ...]) -> int:
-        """Return the largest of the sizes of a dim's shards."""
-        if sizes not in self.widest:
-            self.widest[sizes] = max(sizes)
-        return self.widest[sizes]
 
     def spec(self, layout: SearchLayout) -> Spec:
         """Return the layout as a `Spec`."""
@@ -231,15 +223,26 @@ class SearchProblem:
                 converted = self.converted_axes(before, after)
                 return self.exchange_traffic_by_rank(before, after, reduced_ranks, converted)
             if kind is all_to_all_of or (large and kind is AllToAll):
-                moved = self.exchange_traffic_by_rank(before, after, 1, NO_AXES)
-                return moved._replace(messages=self.num_ranks(axes) - 1, rounds=1)
-        return traffic(make_step(), self.spec(before), self.spec(after))
+                sent, received = (
+                    self.missing_between(*ends, 1) * self.itemsize
+                    for ends in ((after, before), (before, after))
+                )
+                return Traffic(sent, received, self.num_ranks(axes) - 1, 1)
+        step = make_step()
+        if isinstance(step, AllGather | ReduceScatter) and not self.empty:
+            gathered = before if isinstance(step, AllGather) else after
+            sizes, n = gathered.sizes[step.dim], self.num_ranks(axes)
+            if sizes is not None and n > 1:
+                item = self.nbytes(gathered) // self.sizes.widest(sizes)
+                moved = self.sizes.gather_traffic(sizes, n, item)
+                return moved if gathered is before else moved.transposed()
+        return traffic(step, self.spec(before), self.spec(after))
 
     # -- parts of edges ---------------------------------------------------------------
 
     def remove_axes(self, layout: SearchLayout, dim: int, axes: Axes) -> SearchLayout:
         """Return the layout without `axes`, the most minor ones of `dim`."""
-        sizes = self.join_sizes(layout.sizes[dim], self.num_ranks(axes))
+        sizes = self.sizes.joined(layout.sizes[dim], self.num_ranks(axes))
         return layout.replace_dim(dim, layout.dims[dim][: -len(axes)], sizes)
 
     def append_axes(self, layout: SearchLayout, dim: int, axes: Axes) -> SearchLayout:
@@ -250,15 +253,6 @@ class SearchProblem:
         if sizes is not None or not even_ends or self.src.shape[dim] % self.num_ranks(dim_axes):
             sizes = self.split_sizes(layout, dim, axes, dim_axes)
         return layout.replace_dim(dim, dim_axes, sizes)
-
-    def join_sizes(self, sizes: DimSizes, n: int) -> DimSizes:
-        """Return the shard sizes of a dim after merging each `n` neighbours, None if equal."""
-        if sizes is None or n == 1:
-            return sizes
-        key = sizes, n
-        if key not in self.join_cache:
-            self.join_cache[key] = hashed_once(join_sizes(*key))
-        return self.join_cache[key]
 
     def split_sizes(self, layout: SearchLayout, dim: int, axes: Axes, dim_axes: Axes) -> DimSizes:
         """Return the shard sizes of a dim sharded further: an end's sizes if it leads there.
@@ -278,18 +272,12 @@ class SearchProblem:
         for end in (self.goal, self.start):
             if end.dims[dim][: len(dim_axes)] == dim_axes:
                 minor = self.num_ranks(end.dims[dim][len(dim_axes) :])
-                sizes = self.join_sizes(end.sizes[dim], minor)
-                if self.join_sizes(sizes, n) == coarse and (
+                sizes = self.sizes.joined(end.sizes[dim], minor)
+                if self.sizes.joined(sizes, n) == coarse and (
                     sizes is not None or size % (shards * n) == 0
                 ):
                     return sizes
-        key = size, shards, coarse, n
-        if key not in self.chunk_cache:
-            chunks = split_sizes(*key, chunk=True)
-            assert not isinstance(chunks, str)
-            equal = chunks is None or chunks.count(chunks[0]) == len(chunks)
-            self.chunk_cache[key] = None if equal else hashed_once(chunks)
-        return self.chunk_cache[key]
+        return self.sizes.chunks(size, shards, coarse, n)
 
     def replicated_goal(self, axes: Axes) -> tuple[Literal["invariant", "reduced"], str]:
         """Return ("reduced", kind) if the goal has all of `axes` reduced by one kind."""
@@ -302,7 +290,9 @@ class SearchProblem:
         """Return the boxes of all ranks, for layouts without closed forms."""
         if self.rank_overlap is None:
             largest = index_of_largest(self.src), index_of_largest(self.dst)
-            self.rank_overlap = RankOverlap(self.src.mesh, self.src.shape, largest)
+            self.rank_overlap = RankOverlap(
+                self.src.mesh, self.src.shape, largest, self.sizes.stops
+            )
         return self.rank_overlap
 
     def exchange_traffic(
@@ -370,7 +360,7 @@ class SearchProblem:
         key = _dim_shards(layout)
         placements = self.placements.get(key)
         if placements is None:
-            placements = axis_positions(self.size, layout.dims, layout.sizes, self.join_sizes)
+            placements = axis_positions(self.size, layout.dims, layout.sizes, self.sizes.joined)
             self.placements[key] = placements
         return {**placements, **dict(layout.unreduced)} if layout.unreduced else placements
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from functools import lru_cache
 
 from fshard.layout.mesh import Mesh
@@ -40,11 +40,25 @@ Vector = tuple[int, ...]
 """One number for each of some ranks, in their order."""
 
 
+def shard_stops(sizes: tuple[int, ...]) -> list[int]:
+    """Return the ends of the shards of a dim, 0 first."""
+    return [*itertools.accumulate(sizes, initial=0)]
+
+
 class RankOverlap:
     """Tables of the shards that the ranks of one mesh have in layouts of one global shape."""
 
-    def __init__(self, mesh: Mesh, shape: Sequence[int], always: Iterable[int] = ()) -> None:
-        """Choose the ranks: all of a small mesh; of a large one some, and those at `always`."""
+    def __init__(
+        self,
+        mesh: Mesh,
+        shape: Sequence[int],
+        always: Iterable[int] = (),
+        stops_of: Callable[[tuple[int, ...]], Sequence[int]] = shard_stops,
+    ) -> None:
+        """Choose the ranks: all of a small mesh; of a large one some, and those at `always`.
+
+        `stops_of` is `shard_stops`, or remembers its results.
+        """
         self.mesh = mesh
         self.shape = shape
         self.complete = mesh.size <= MAX_RANKS
@@ -60,7 +74,7 @@ class RankOverlap:
         self._distinct: dict[tuple[int, DimSharding], set[Interval]] = {}
         self._dim_holds: dict[tuple[int, DimSharding, DimSharding], list[int]] = {}
         self._pieces: dict[tuple[int, DimSharding, DimSharding, Set[str]], int] = {}
-        self._stops: dict[tuple[int, ...], list[int]] = {}
+        self.stops_of = stops_of
         self._dim_needs: dict[tuple[int, DimSharding, DimSharding, Set[str]], list[int]] = {}
         self._numels: dict[DimShardings, list[int]] = {}
         self._holds: dict[tuple[DimShardings, DimShardings], list[int]] = {}
@@ -179,8 +193,7 @@ class RankOverlap:
 
     def holds(self, have: DimShardings, need: DimShardings) -> list[int]:
         """Count the elements that each rank has in both layouts."""
-        both = (have, need)
-        counts = self._holds.get(both)
+        counts = self._holds.get((have, need)) or self._holds.get((need, have))
         if counts is not None:
             return counts
         pairs = list(zip(have, need, strict=True))
@@ -195,7 +208,7 @@ class RankOverlap:
                 factor = [max(0, min(b, d) - max(a, c)) for (a, b), (c, d) in ends]
                 self._dim_holds[dim, *pair] = factor
             counts = [a * b for a, b in zip(counts, factor, strict=True)]
-        self._holds[both] = counts
+        self._holds[have, need] = counts
         return counts
 
     def intervals(self, dim: int, sharding: DimSharding) -> list[Interval]:
@@ -226,9 +239,7 @@ class RankOverlap:
         axes, sizes = sharding
         if sizes is None:
             return even_stops(self.shape[dim], math.prod(self.mesh.shape[axis] for axis in axes))
-        if sizes not in self._stops:
-            self._stops[sizes] = [*itertools.accumulate(sizes, initial=0)]
-        return self._stops[sizes]
+        return self.stops_of(sizes)
 
 
 def index_of_largest(spec: Spec) -> int:

@@ -35,6 +35,7 @@ import itertools
 import math
 import operator
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 
 from fshard.layout.mesh import Mesh
@@ -177,11 +178,14 @@ def tiling_pieces(have: Sequence[int], need: Sequence[int]) -> int:
     >>> tiling_pieces((3, 0, 5), (4, 4))
     2
     """
-    ends, goals = (dict.fromkeys(itertools.accumulate(x, initial=0)) for x in (have, need))
-    merged = dict.fromkeys(sorted((*ends, *goals)))
-    place = dict(zip(merged, range(len(merged)), strict=True))
-    places = list(map(place.__getitem__, goals))
-    return max(map(operator.sub, places[1:], places), default=1)
+    ends, goals = ([*dict.fromkeys(itertools.accumulate(x, initial=0))] for x in (have, need))
+    if len(ends) > len(goals):
+        firsts = [bisect_right(ends, goal) for goal in goals]
+        stops = [bisect_left(ends, goal) for goal in goals[1:]]
+        return 1 + max(map(operator.sub, stops, firsts), default=0)
+    indices = zip((bisect_left(goals, end) for end in ends), ends, strict=True)
+    inside = Counter(i for i, end in indices if goals[i] != end)
+    return 1 + max(inside.values(), default=0)
 
 
 def masks_by_coordinate(

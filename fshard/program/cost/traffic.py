@@ -63,6 +63,14 @@ class Traffic(NamedTuple):
         """1 if the step communicates, else 0."""
         return int(self.messages > 0)
 
+    def scaled(self, factor: int) -> Traffic:
+        """Return as many messages, of `factor` times as many bytes."""
+        return self._replace(sent=factor * self.sent, received=factor * self.received)
+
+    def transposed(self) -> Traffic:
+        """Return the traffic in the other direction."""
+        return self._replace(sent=self.received, received=self.sent)
+
 
 NO_TRAFFIC = Traffic()
 
@@ -246,8 +254,7 @@ def traffic(step: Step, src: Spec, dst: Spec) -> Traffic:
         case AllReduce():
             return all_reduce_traffic(n, max_local_nbytes(src), src.dtype.itemsize)
         case ReduceScatter():
-            gather = _gather_traffic(dst, step.dim, n)
-            return gather._replace(sent=gather.received, received=gather.sent)
+            return _gather_traffic(dst, step.dim, n).transposed()
         case AllToAll():
             return _all_to_all_traffic(step, src, dst, n)
         case CollectivePermute():
@@ -275,12 +282,17 @@ def _gather_traffic(src: Spec, dim: int, n: int) -> Traffic:
     if src.sizes[dim] is None:
         return all_gather_traffic(n, max_local_nbytes(src))
     rest = math.prod(_widest(src, other) for other in range(src.ndim) if other != dim)
-    groups = _groups(src, dim, n)
-    received = max(total - min(sizes) for total, sizes in groups)
-    alike = all(len(set(sizes)) == 1 for _, sizes in groups)
-    item = rest * src.dtype.itemsize
+    return uneven_gather_traffic(src.shard_sizes(dim), n).scaled(rest * src.dtype.itemsize)
+
+
+def uneven_gather_traffic(sizes: tuple[int, ...], n: int) -> Traffic:
+    """Return the traffic of an all-gather of each `n` neighbours, in elements instead of bytes."""
+    groups = _groups(sizes, n)
+    received = max(total - min(group) for total, group in groups)
+    alike = all(len(set(group)) == 1 for _, group in groups)
     rounds = gather_rounds(n) if alike else (n - 1, 1)
-    return Traffic((n - 1) * _widest(src, dim) * item, received * item, *rounds)
+    widest = max(max(group) for _, group in groups)
+    return Traffic((n - 1) * widest, received, *rounds)
 
 
 def _all_to_all_traffic(step: AllToAll, src: Spec, dst: Spec, n: int) -> Traffic:
@@ -305,9 +317,8 @@ def _all_to_all_traffic(step: AllToAll, src: Spec, dst: Spec, n: int) -> Traffic
     return Traffic(sent * item, received * item, n - 1, 1)
 
 
-def _groups(spec: Spec, dim: int, n: int) -> list[tuple[int, tuple[int, ...]]]:
+def _groups(sizes: tuple[int, ...], n: int) -> list[tuple[int, tuple[int, ...]]]:
     """Return the distinct groups of `n` neighbouring shards of an uneven dim, and their totals."""
-    sizes = spec.shard_sizes(dim)
     groups = {sizes[i : i + n] for i in range(0, len(sizes), n)}
     return [(sum(group), group) for group in groups]
 
@@ -320,7 +331,7 @@ def _peaks(spec: Spec, dim: int, n: int) -> tuple[list[int], list[int]]:
     if spec.sizes[dim] is None:
         width = spec.shape[dim] // spec.dim_shards(dim)
         return [width] * n, [(n - 1) * width] * n
-    groups = _groups(spec, dim, n)
+    groups = _groups(spec.shard_sizes(dim), n)
     others = [[total - size for size in sizes] for total, sizes in groups]
     return _largest([sizes for _, sizes in groups]), _largest(others)
 

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fshard.layout.mesh import Mesh
 from fshard.layout.parsing import parse
 from fshard.layout.spec import Spec
 from fshard.plan.redistribute import redistribute
 from fshard.plan.search.astar import search
 from fshard.plan.search.collective_edges import CollectiveEdges
+from fshard.plan.search.exchange_edges import Edge
 from fshard.plan.search.problem import SearchProblem
 from fshard.plan.search.reachability import TRANSITIONS, is_unreachable
 from fshard.plan.search.search_layout import SearchLayout
+from fshard.plan.search.size_tables import shared_size_tables
 from fshard.program.cost.topology import Topology
 from fshard.program.infer import infer
 from fshard.program.steps import (
@@ -122,6 +127,36 @@ def test_unreachable_goals_are_rejected_without_a_search(
     monkeypatch.setattr(CollectiveEdges, "of", lambda *_: pytest.fail("a search"))
     ends = parse(src, SMALL), parse(dst, SMALL)
     assert search(*ends, Topology.node(), memory, frozenset(exclude)) is None
+
+
+def test_steps_that_cost_enough_end_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched = list[bool]()
+
+    def count(self: CollectiveEdges, layout: SearchLayout) -> Iterator[Edge]:
+        searched.append(self.direct)
+        return edges(self, layout)
+
+    edges = CollectiveEdges.of
+    monkeypatch.setattr(CollectiveEdges, "of", count)
+    ends = [parse(f"f32[7@{axes}:chunk,9]", Mesh(x=2, y=2)) for axes in ("(x,y)", "(y,x)")]
+    cheapest = search(*ends, Topology.node())
+    assert cheapest is not None
+    assert not all(searched)
+    searched.clear()
+    assert search(*ends, Topology.node(), enough=cheapest[1]) is not None
+    first = search(*ends, Topology.node(), enough=math.inf)
+    assert first is not None
+    assert first[1] >= cheapest[1]
+    assert searched
+    assert all(searched)
+
+
+def test_searches_in_a_block_share_size_tables() -> None:
+    src = parse("f32[7@x:chunk]", Mesh(x=4))
+    problem = partial(SearchProblem, src, src, None, None, frozenset())
+    with shared_size_tables():
+        assert problem().sizes is problem().sizes
+    assert problem().sizes is not problem().sizes
 
 
 def test_sharded_to_unreduced_is_one_local_step() -> None:
