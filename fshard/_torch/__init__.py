@@ -15,7 +15,7 @@ cost no Python call.
 - `module_state`: children and dictionaries of modules, metas of tensors, versions of dicts.
 - `symbolic_numbers`: numbers that are symbols in a trace.
 - `init_functions`: `torch.nn.init.trunc_normal_`.
-- `memory`: storages, results that must not alias arguments.
+- `memory`: storages, results that must not alias arguments, flat buffers that are used again.
 - `saved_tensors`: hooks of saved tensors, references to storages.
 - `checkpointing`: `torch.utils.checkpoint`'s second forward pass.
 - `dynamo`: functions that `torch.compile` skips, calls while tracing or takes as nodes; constants;

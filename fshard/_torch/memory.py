@@ -1,9 +1,11 @@
-"""Storages of tensors, and results that must not share memory with arguments."""
+"""Storages of tensors, results that must not share memory with arguments, flat buffers."""
 
 from __future__ import annotations
 
 import functools
+import math
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,61 +24,10 @@ storage_id: Callable[[torch.Tensor], int] = torch._C._storage_id  # type: ignore
 copy_all: Callable[[Any, Any], None] = torch._foreach_copy_
 """`copy_all(targets, sources)`: copy tensors by one call."""
 _owners: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]
+Shapes = Sequence[tuple[int, ...]]
 ONE_OWNER = 2
 """References to the storage of one tensor: of the tensor and of the storage's Python object."""
 sparse_values: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor._values
-
-
-class FlatBuffer:
-    """Flat memory of tensors, used again once nothing else refers to it.
-
-    PyTorch caches no memory of the CPU, and to map new pages costs more than to copy into them.
-
-    >>> buffer = FlatBuffer([torch.ones(2), torch.ones(1, 3)])
-    >>> parts = buffer.parts()
-    >>> buffer.flat.shape, [part.shape for part in parts], buffer.is_free()
-    (torch.Size([5]), [torch.Size([2]), torch.Size([1, 3])], False)
-    >>> del parts
-    >>> buffer.is_free()
-    True
-    """
-
-    __slots__ = ("_references", "_storage", "_uses", "flat", "views")
-
-    def __init__(self, xs: Sequence[torch.Tensor]) -> None:
-        sizes = [x.numel() for x in xs]
-        # glibc returns free memory above twice the largest mapped block that was ever freed. After
-        # this one, the gradients that are copied into the buffer and freed in every step are not
-        # returned: to map their pages anew takes a tenth of a step.
-        torch.empty(sum(sizes), dtype=xs[0].dtype, device=xs[0].device)
-        self.flat = torch.empty(sum(sizes), dtype=xs[0].dtype, device=xs[0].device)
-        parts = self.flat.split(sizes)
-        self.views = [part.view(x.shape) for part, x in zip(parts, xs, strict=True)]
-        del parts
-        self._storage = self.flat.untyped_storage()
-        self._uses = _use_count(self._storage)
-        self._references = sys.getrefcount(self._storage)
-
-    def is_free(self) -> bool:
-        """Return True if nothing refers to the memory but the buffer, and it is as large as before.
-
-        A storage that a user holds is one Python object with the buffer's.
-        """
-        return (
-            _use_count(self._storage) == self._uses
-            and sys.getrefcount(self._storage) == self._references
-            and self._storage.nbytes() == self.flat.nbytes
-        )
-
-    def fits(self, xs: Sequence[torch.Tensor]) -> bool:
-        """Return True if the buffer was made for tensors like these."""
-        return self.flat.dtype == xs[0].dtype and all(
-            [view.shape == x.shape for view, x in zip(self.views, xs, strict=True)]  # noqa: C419
-        )
-
-    def parts(self) -> list[torch.Tensor]:
-        """Return new tensors of the parts of the memory, which are not views for autograd."""
-        return [view.data for view in self.views]
 
 
 def storage_address(x: torch.Tensor) -> int:
@@ -236,3 +187,120 @@ def materialized(x: torch.Tensor) -> torch.Tensor:
     if x.ndim and x.stride(-1) != 1:
         return x.clone(memory_format=torch.contiguous_format)
     return x
+
+
+# -- flat memory whose parts are tensors ---------------------------------------------------------
+
+
+def adjacent_tensors(
+    shapes: Shapes, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return new memory, and the tensors of some shapes that are its parts, in order."""
+    sizes = [math.prod(shape) for shape in shapes]
+    flat = torch.empty(sum(sizes), dtype=dtype, device=device)
+    parts = zip(flat.split(sizes), shapes, strict=True)
+    return flat, [part.view(shape) for part, shape in parts]
+
+
+def joined(xs: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return the flat tensor of which tensors are the parts in order, None if there is none.
+
+    >>> flat, parts = adjacent_tensors([(2,), (1, 3)], torch.float32, torch.device("cpu"))
+    >>> joined(parts).data_ptr() == flat.data_ptr(), joined(parts[::-1])
+    (True, None)
+    """
+    end, address = xs[0].storage_offset(), storage_address(xs[0])
+    for x in xs:
+        if x.storage_offset() != end or not x.is_contiguous() or storage_address(x) != address:
+            return None
+        end += x.numel()
+    return xs[0].as_strided((end - xs[0].storage_offset(),), (1,))
+
+
+class FlatBuffer:
+    """Flat memory of tensors, used again once nothing else refers to it.
+
+    PyTorch caches no memory of the CPU, and to map new pages costs more than to copy into them.
+
+    >>> buffer = FlatBuffer([(2,), (1, 3)], torch.float32, torch.device("cpu"))
+    >>> parts = buffer.parts()
+    >>> buffer.flat.shape, [part.shape for part in parts], buffer.is_free()
+    (torch.Size([5]), [torch.Size([2]), torch.Size([1, 3])], False)
+    >>> del parts
+    >>> buffer.is_free()
+    True
+    """
+
+    __slots__ = ("_references", "_storage", "_uses", "flat", "views")
+
+    def __init__(self, shapes: Shapes, dtype: torch.dtype, device: torch.device) -> None:
+        # glibc returns free memory above twice the largest mapped block that was ever freed. After
+        # this one, the gradients that are copied into the buffer and freed in every step are not
+        # returned: to map their pages anew takes a tenth of a step.
+        torch.empty(sum(map(math.prod, shapes)), dtype=dtype, device=device)
+        self.flat, self.views = adjacent_tensors(shapes, dtype, device)
+        self._storage = self.flat.untyped_storage()
+        self._uses = _use_count(self._storage)
+        self._references = sys.getrefcount(self._storage)
+
+    def is_free(self) -> bool:
+        """Return True if nothing refers to the memory but the buffer, and it is as large as before.
+
+        A storage that a user holds is one Python object with the buffer's.
+        """
+        return (
+            _use_count(self._storage) == self._uses
+            and sys.getrefcount(self._storage) == self._references
+            and self._storage.nbytes() == self.flat.nbytes
+        )
+
+    def fits(self, xs: Sequence[torch.Tensor]) -> bool:
+        """Return True if the buffer was made for tensors like these."""
+        return self.flat.dtype == xs[0].dtype and all(
+            [view.shape == x.shape for view, x in zip(self.views, xs, strict=True)]  # noqa: C419
+        )
+
+    def parts(self) -> list[torch.Tensor]:
+        """Return new tensors of the parts of the memory, which are not views for autograd."""
+        return [view.data for view in self.views]
+
+
+MAX_KEPT = 32
+"""Most lists whose buffers are kept, for sizes that change at each step."""
+_KEPT: OrderedDict[int, list[FlatBuffer]] = OrderedDict()
+"""Lists of buffers by their identities, the list used last at the end."""
+
+
+def keep_buffer(buffers: list[FlatBuffer], buffer: FlatBuffer) -> None:
+    """Keep a buffer as the only one of a list, and drop that of the list not used longest."""
+    buffers[:] = [buffer]
+    _KEPT.pop(id(buffers), None)
+    _KEPT[id(buffers)] = buffers
+    if len(_KEPT) > MAX_KEPT:
+        _KEPT.popitem(last=False)[1].clear()
+
+
+class BufferPool:
+    """Function that returns the parts of flat memory, which is used again once it is free.
+
+    >>> buffers = BufferPool([(2,), (1, 3)], torch.float32, torch.device("cpu"))
+    >>> first = buffers()
+    >>> address = first[0].data_ptr()
+    >>> buffers()[0].data_ptr() == address  # `first` is in use
+    False
+    """
+
+    def __init__(self, shapes: Shapes, dtype: torch.dtype, device: torch.device) -> None:
+        self.args = shapes, dtype, device
+        self.buffers: list[FlatBuffer] = []
+
+    def __call__(self) -> list[torch.Tensor]:
+        """Return tensors without values that something else needs."""
+        if self.args[2].type != "cpu" or current_dispatch_mode() is not None:
+            return adjacent_tensors(*self.args)[1]
+        buffer = self.buffers.pop() if self.buffers else None
+        if buffer is None or not buffer.is_free():
+            buffer = FlatBuffer(*self.args)
+        parts = buffer.parts()
+        keep_buffer(self.buffers, buffer)
+        return parts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from operator import attrgetter
@@ -20,7 +21,7 @@ __all__ = [
     "builtin_of", "dereference", "direct_function", "foreach_adamw", "fused_adamw", "fused_step",
     "has_registered_gradient", "is_query", "out_overload", "overload_or_self", "packet_of",
     "qualified_name", "reference_of", "registered_schemas", "resolve_overload", "schema_of",
-    "schema_or_none", "torch_decomposition",
+    "schema_or_none", "tensordot_into", "torch_decomposition",
 ]  # fmt: skip
 
 TensorBase = torch._C.TensorBase
@@ -233,6 +234,26 @@ def out_overload(op: Any) -> OpOverload[..., Any] | None:
         if outs == ["out"] and own == [(x.name, str(x.type)) for x in arguments if not x.is_out]:
             return other
     return None
+
+
+def tensordot_into(
+    x: torch.Tensor, y: torch.Tensor, dims_x: Sequence[int], dims_y: Sequence[int], *,
+    out: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """Write `torch.tensordot(x, y, (dims_x, dims_y))` into `out`; PyTorch's `out=` is a copy.
+
+    >>> x, y, out = torch.ones(2, 3, 4), torch.ones(3, 4, 5), torch.empty(2, 5)
+    >>> tensordot_into(x, y, [1, 2], [0, 1], out=out) is out, out[0]
+    (True, tensor([12., 12., 12., 12., 12.]))
+    """
+    summed_x, summed_y = [i % x.ndim for i in dims_x], [i % y.ndim for i in dims_y]
+    rows = [i for i in range(x.ndim) if i not in summed_x]
+    columns = [i for i in range(y.ndim) if i not in summed_y]
+    m, n = (math.prod(z.shape[i] for i in kept) for z, kept in ((x, rows), (y, columns)))
+    k = math.prod(x.shape[i] for i in summed_x)
+    left, right = x.permute(*rows, *summed_x), y.permute(*summed_y, *columns)
+    torch.mm(left.reshape(m, k), right.reshape(k, n), out=out.view(m, n))
+    return out
 
 
 def has_batch_rule(op: OpOverload[..., Any]) -> bool:

@@ -15,7 +15,7 @@ import torch
 from fshard._torch.operators import schema_or_none
 from fshard.layout.spec import Spec
 from fshard.layout.tree import flatten
-from fshard.ops.core.call import map_instances
+from fshard.ops.core.call import map_call, map_instances
 from fshard.ops.core.rule import Rule
 from fshard.ops.strategy.local_call import RankContext
 from fshard.ops.strategy.strategy import Strategy
@@ -233,12 +233,23 @@ class CheckpointedLines:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Buffer:
+    """Memory of tensors of the layouts `specs`, one after the other; a `Pick` takes one of them."""
+
+    out: int
+    specs: tuple[Spec, ...]
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class LaunchBatch:
     """Start of linear programs as one batch; the value is what a `WaitBatch` waits for.
 
     With `grad` the batch of their transposes runs backward: the backward of the `WaitBatch`
     launches it, and that of the launch waits for it. With `waits` the `WaitBatch` is the next line:
     the two are one operation for autograd. `module` is the common part of the programs' modules.
+    The sources of the indices `owned` may be written. Those of the indices `buffered` are sent from
+    the parts of `buffer`, which operations have written, or to which they are copied.
     """
 
     out: int
@@ -247,6 +258,9 @@ class LaunchBatch:
     grad: bool
     waits: bool = False
     module: str = ""
+    owned: tuple[int, ...] = ()
+    buffered: tuple[int, ...] = ()
+    buffer: Ref | None = None
 
     @property
     def programs(self) -> tuple[Program, ...]:
@@ -282,6 +296,7 @@ Line = (
     | BeginCheckpoint
     | EndCheckpoint
     | CheckpointedLines
+    | Buffer
     | LaunchBatch
     | WaitBatch
 )
@@ -299,13 +314,26 @@ def operands_of(line: Line) -> list[int]:
         case Redistribution() | Pick() | Copy() | WaitBatch():
             return [line.source.value]
         case LaunchBatch():
-            return [source.value for source in line.sources]
+            return [ref.value for ref in (*line.sources, line.buffer) if ref is not None]
         case Write():
             return [line.target.value, line.source.value]
         case CustomGradient() | RegionCall() | CheckpointedLines():
             return [ref.value for ref in line.operands]
         case _:
             return []
+
+
+REFERENCES = ("args", "source", "sources", "operands", "target", "into", "buffer")
+"""Attributes of lines that have references, beside `kwargs`."""
+
+
+def map_references(line: Line, fn: Callable[[Ref], Ref]) -> Line:
+    """Return a line in which `fn` of every reference is in its place."""
+    names = [name for name in REFERENCES if hasattr(line, name)]
+    changes: dict[str, Any] = {name: map_instances(getattr(line, name), Ref, fn) for name in names}
+    if isinstance(line, Operation | NumberOperation):
+        changes["kwargs"] = map_call((), line.kwargs, Ref, fn)[1]
+    return replace(line, **changes)
 
 
 def flattened(lines: Iterable[Line]) -> Iterator[Line]:

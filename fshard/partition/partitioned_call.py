@@ -13,6 +13,7 @@ from torch import fx
 from fshard._torch.fake_tensors import FakeTensor, FunctionalTensor
 from fshard._torch.functorch import forward_ad_level, is_transformed
 from fshard._torch.memory import data_address
+from fshard._torch.modes import current_dispatch_mode
 from fshard._torch.operators import has_registered_gradient
 from fshard._torch.symbolic_numbers import Accepts
 from fshard._util.errors import fail
@@ -25,7 +26,11 @@ from fshard.layout.tree import TreeDef
 from fshard.ops.core.call import instances_in
 from fshard.partition import ir
 from fshard.partition.execution import run_lines
-from fshard.partition.execution.destinations import written_in_place
+from fshard.partition.execution.destinations import (
+    reduced_in_place,
+    without_double_transposes,
+    written_in_place,
+)
 from fshard.partition.execution.recomputation import RematerializedLines
 from fshard.partition.execution.remat_plan import PlannedRemat, RematPlan
 from fshard.partition.execution.saved_bytes import AbstractCall, SavedBytes
@@ -106,8 +111,11 @@ class PartitionedCall:
     memory_choice: MemoryChoice | None = None
     num_params: int = 0
     _schedule: list[Line] = field(default_factory=list)
-    _graphs: dict[int, fx.GraphModule] = field(default_factory=dict)
-    _functions: dict[tuple[int, bool], Callable[..., tuple[Any, ...]]] = field(default_factory=dict)
+    _in_place: list[Line] = field(default_factory=list)
+    _graphs: dict[tuple[int, bool], fx.GraphModule] = field(default_factory=dict)
+    _functions: dict[tuple[int, bool, bool], Callable[..., tuple[Any, ...]]] = field(
+        default_factory=dict
+    )
     _simulation: list[Simulation] = field(default_factory=list)
     _remat: dict[object, Any] = field(default_factory=dict)
     _compiled: Compiled | None = None
@@ -127,9 +135,20 @@ class PartitionedCall:
         """The lines in the order of execution, with coalesced redistributions."""
         if not self._schedule:
             outputs = [out for out in self._outputs if type(out) is int]
-            lines = schedule(self.lines, self._inputs, outputs, self._topology)
-            self._schedule[:] = lines if self.grad else written_in_place(lines, outputs)
+            self._schedule[:] = schedule(self.lines, self._inputs, outputs, self._topology)
         return self._schedule
+
+    @property
+    def _rank_lines(self) -> Sequence[Line]:
+        """The lines that a rank runs, whose results are written where they are needed."""
+        if self.grad:
+            return self.schedule
+        if not self._in_place:
+            outputs = [out for out in self._outputs if type(out) is int]
+            lines = without_double_transposes(self.schedule, outputs)
+            lines = written_in_place(lines, outputs)
+            self._in_place[:] = reduced_in_place(lines, outputs, self.device)
+        return self._in_place
 
     def cost(self, topology: Topology | None = None, *, backward: bool = False) -> Cost:
         """Return the cost of all launches, one after the other, without computation.
@@ -160,7 +179,7 @@ class PartitionedCall:
     @property
     def _abstract(self) -> AbstractCall:
         return AbstractCall(
-            self.mesh, self.schedule, self._inputs,
+            self.mesh, self._rank_lines, self._inputs,
             [out for out in self._outputs if type(out) is int], self.in_specs,
             self.requires_grad, self.number_types, self.device, WHERE, self._compiled,
         )  # fmt: skip
@@ -264,10 +283,16 @@ class PartitionedCall:
 
     def graph(self, rank: int = 0) -> fx.GraphModule:
         """Return the FX graph of local operations and programs that a rank runs."""
-        if rank not in self._graphs:
+        return self._graph(rank, in_place=False)
+
+    def _graph(self, rank: int, *, in_place: bool) -> fx.GraphModule:
+        """Return the graph of a rank; those `in_place` write results where they are needed."""
+        key = rank, in_place
+        if key not in self._graphs:
             outputs = [value if type(value) is int else None for value in self._outputs]
-            self._graphs[rank] = run_lines.rank_graph(self.schedule, rank, self._inputs, outputs)
-        return self._graphs[rank]
+            lines = self._rank_lines if in_place else self.schedule
+            self._graphs[key] = run_lines.rank_graph(lines, rank, self._inputs, outputs)
+        return self._graphs[key]
 
     def explain(self, topology: Topology | None = None, *, only: str | None = None) -> Any:
         """Return tables of every operation's layout and bytes, and of its FLOPs and time.
@@ -374,10 +399,13 @@ class PartitionedCall:
 
     def _function(self, rank: int) -> Callable[..., tuple[Any, ...]]:
         """Return the code of a rank, a function of its locals and the numbers."""
-        key = rank, is_observed()
+        # Transforms, and tracers of graphs, have no rules for results that are written into memory.
+        plain = current_dispatch_mode() is None and not is_transformed()
+        key = rank, is_observed(), plain and not torch.compiler.is_compiling()
         if key not in self._functions:
             self._compare_ranks(rank)
-            self._functions[key] = run_lines.compile_graph(self.graph(rank), key[1])
+            graph = self._graph(rank, in_place=key[2])
+            self._functions[key] = run_lines.compile_graph(graph, key[1])
         return self._functions[key]
 
     def _compare_ranks(self, rank: int) -> None:

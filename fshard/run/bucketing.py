@@ -7,7 +7,6 @@ their first leaves: so ranks in several groups never wait for each other in a ri
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -16,7 +15,7 @@ import torch
 
 from fshard._torch.autograd_state import is_view, unviewed
 from fshard._torch.functorch import transforms_active
-from fshard._torch.memory import FlatBuffer, copy_all, flatten_all
+from fshard._torch.memory import FlatBuffer, copy_all, flatten_all, joined, keep_buffer
 from fshard._torch.modes import current_dispatch_mode
 from fshard._util.cache import CACHE_SIZE
 from fshard.layout.mesh import Mesh
@@ -270,7 +269,13 @@ def _launch_kind(
     notify(plan.name, axes, plan.sent, transport.rank, plan.kind[3])
     moved: Callable[[], Sequence[Parts]]
     if op == "all_reduce":
-        moved = _all_reduce(plan, payloads, transport)
+        whole = joined(payloads) if all(i in owned for i, _ in plan.own) else None
+        if whole is None:
+            moved = _all_reduce(plan, payloads, transport)
+        else:
+            total = transport.all_reduce(whole, plan.kind[2], group, owned=True)
+            sizes = [payload.numel() for payload in payloads]
+            moved = lambda: torch.split_with_sizes(total(), sizes)  # noqa: E731
     else:
         lengths = [payload.numel() for payload in payloads]
         empty = [ys[plan.members[0][0]].new_empty(0)]
@@ -303,27 +308,19 @@ def _all_reduce(
         return lambda: torch.split_with_sizes(result(), lengths)
     buffer = plan.buffers.pop() if plan.buffers else None
     if buffer is None or not (buffer.is_free() and buffer.fits(payloads)):
-        buffer = FlatBuffer(payloads)
+        shapes = [tuple(x.shape) for x in payloads]
+        buffer = FlatBuffer(shapes, payloads[0].dtype, payloads[0].device)
     copy_all(buffer.views, payloads)
     finish = transport.all_reduce(buffer.flat, reduction, group, owned=True)
 
     def parts() -> Sequence[torch.Tensor]:
         total = finish()
-        _keep(plan.buffers, buffer)
+        keep_buffer(plan.buffers, buffer)
         if total.data_ptr() == buffer.flat.data_ptr():
             return buffer.parts()
         return torch.split_with_sizes(total, [view.numel() for view in buffer.views])
 
     return parts
-
-
-def _keep(buffers: list[FlatBuffer], buffer: FlatBuffer) -> None:
-    """Keep a buffer for the next launch of its plan, and drop that of the plan not used longest."""
-    buffers[:] = [buffer]
-    _KEPT.pop(id(buffers), None)
-    _KEPT[id(buffers)] = buffers
-    if len(_KEPT) > MAX_KEPT:
-        _KEPT.popitem(last=False)[1].clear()
 
 
 def _can_be_kept(payloads: Sequence[torch.Tensor]) -> bool:
@@ -341,10 +338,6 @@ def _can_be_kept(payloads: Sequence[torch.Tensor]) -> bool:
 
 
 PLAIN = {torch.Tensor, torch.nn.Parameter}
-MAX_KEPT = 32
-"""Most plans whose buffers are kept, for sizes that change at each step."""
-_KEPT: OrderedDict[int, list[FlatBuffer]] = OrderedDict()
-"""The buffers of plans by the identity of their lists, the plan used last at the end."""
 
 
 def _send(

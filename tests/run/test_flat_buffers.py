@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from fshard._torch.memory import FlatBuffer
-from fshard.run import bucketing
+from fshard._torch.memory import MAX_KEPT, FlatBuffer, keep_buffer
+
+CPU = torch.device("cpu")
 
 
 def test_a_buffer_is_free_only_while_nobody_holds_its_memory() -> None:
-    buffer = FlatBuffer([torch.ones(4), torch.ones(2)])
+    buffer = FlatBuffer([(4,), (2,)], torch.float32, CPU)
     assert buffer.is_free()
     parts = buffer.parts()
     assert not buffer.is_free()
@@ -28,15 +29,15 @@ def test_a_buffer_is_free_only_while_nobody_holds_its_memory() -> None:
 
 
 def test_a_buffer_whose_memory_was_freed_is_not_used_again() -> None:
-    buffer = FlatBuffer([torch.ones(4)])
+    buffer = FlatBuffer([(4,)], torch.float32, CPU)
     buffer.parts()[0].untyped_storage().resize_(0)
     assert not buffer.is_free()
 
 
 def test_few_plans_keep_buffers() -> None:
-    plans: list[list[FlatBuffer]] = [[] for _ in range(2 * bucketing.MAX_KEPT)]
+    plans: list[list[FlatBuffer]] = [[] for _ in range(2 * MAX_KEPT)]
     for plan in plans:
-        bucketing._keep(plan, FlatBuffer([torch.ones(4)]))
-        bucketing._keep(plans[0], FlatBuffer([torch.ones(4)]))
-    assert sum(map(len, plans)) <= bucketing.MAX_KEPT
+        keep_buffer(plan, FlatBuffer([(4,)], torch.float32, CPU))
+        keep_buffer(plans[0], FlatBuffer([(4,)], torch.float32, CPU))
+    assert sum(map(len, plans)) <= MAX_KEPT
     assert all((plans[0], plans[-1]))

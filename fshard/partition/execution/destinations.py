@@ -2,20 +2,40 @@
 
 An operation that computes the new value of a written argument writes it into the argument: a
 training step needs no second copy of its parameters, and no pass over their memory to copy them.
+A product whose unreduced value is reduced with others, as the gradient of a weight is, writes it
+into the buffer that is reduced: DDP's `gradient_as_bucket_view` without its views.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
+from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import torch
 
 from fshard._torch.operators import out_overload
-from fshard.partition.ir import GradMode, Line, Operation, Ref, Write, aliases_of, operands_of
+from fshard.partition.ir import (
+    Buffer,
+    GradMode,
+    LaunchBatch,
+    Line,
+    Operation,
+    Pick,
+    Ref,
+    Write,
+    aliases_of,
+    map_references,
+    operands_of,
+)
+from fshard.plan.batch.coalesce import is_large_all_reduce
+from fshard.program.program import Program
+from fshard.program.steps import AllReduce
 
+TRANSPOSE = torch.ops.aten.t.default
 COPY = torch.ops.aten.copy.default
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.tensordot.default)
 
 
 def written_in_place(lines: Sequence[Line], outputs: Collection[int]) -> list[Line]:
@@ -61,6 +81,85 @@ def written_in_place(lines: Sequence[Line], outputs: Collection[int]) -> list[Li
             result[index] = replace(operation, into=target)
             del result[places[operation.out]]
     return [*result.values()]
+
+
+def without_double_transposes(lines: Sequence[Line], outputs: Collection[int]) -> list[Line]:
+    """Return lines without transposes of transposes: the gradients of `x @ w.t()` are traced so.
+
+    Args:
+        lines: the lines of a call without gradient, in the order of execution.
+        outputs: the value ids of the results.
+    """
+    same: dict[int, Ref] = {}
+    operands: dict[int, Ref] = {}
+    result: list[Line] = []
+    for line in lines:
+        if not same.keys().isdisjoint(operands_of(line)):
+            line = map_references(line, lambda ref: same.get(ref.value, ref))  # noqa: PLW2901
+        if isinstance(line, Operation) and line.strategy.call.op is TRANSPOSE:
+            operand = line.args[0]
+            if operand.value in operands and line.out not in outputs:
+                same[line.out] = operands[operand.value]
+                continue
+            operands[line.out] = operand
+        result.append(line)
+    used = {*outputs, *(value for line in result for value in operands_of(line))}
+    unused = operands.keys() - used
+    return [line for line in result if getattr(line, "out", None) not in unused]
+
+
+def reduced_in_place(
+    lines: Sequence[Line], outputs: Collection[int], device: torch.device
+) -> list[Line]:
+    """Return lines in which operations write what is all-reduced into one buffer for each launch.
+
+    Other values are copied to the buffer, but for large ones: they are reduced alone, in place if
+    nothing else has their memory.
+
+    Args:
+        lines: the lines of a call without gradient, in the order of execution.
+        outputs: the value ids of the results.
+        device: the device of the arguments.
+    """
+    uses = Counter([*outputs, *(value for line in lines for value in operands_of(line))])
+    memory = _shared_memory(lines)
+    own: dict[int, tuple[int, Operation]] = {
+        line.out: (index, line) for index, line in enumerate(lines)
+        if isinstance(line, Operation) and uses[line.out] == 1 and line.out not in memory
+    }  # fmt: skip
+    new_values = itertools.count(1 + max((getattr(x, "out", 0) for x in lines), default=0))
+    before: dict[int, list[Line]] = defaultdict(list)
+    result = [*lines]
+    for index, line in enumerate(lines):
+        if not isinstance(line, LaunchBatch) or not all(map(_is_all_reduce, line.programs)):
+            continue
+        small = [i for i, prog in enumerate(line.programs) if not is_large_all_reduce(prog)]
+        owned = [i for i, x in enumerate(line.sources) if x.value in own and i not in small]
+        rows = [(own[source.value], i) for i in small if (source := line.sources[i]).value in own]
+        products = [(*row, i) for row, i in rows if _is_product(row[1])]
+        if not products:
+            result[index] = replace(line, owned=tuple(owned))
+            continue
+        buffer = Ref(next(new_values))
+        specs = tuple(line.programs[i].src for i in small)
+        before[min(place for place, _, _ in products)].append(Buffer(buffer.value, specs, device))
+        for place, product, i in products:
+            part = Ref(next(new_values))
+            before[place].append(Pick(part.value, buffer, small.index(i)))
+            result[place] = replace(product, into=part)
+        result[index] = replace(
+            line, owned=tuple(sorted([*owned, *small])), buffered=tuple(small), buffer=buffer
+        )
+    return [x for index, line in enumerate(result) for x in (*before[index], line)]
+
+
+def _is_all_reduce(prog: Program) -> bool:
+    return prog.forward_dtype is None and [*map(type, prog.steps)] == [AllReduce]
+
+
+def _is_product(line: Operation) -> bool:
+    """Return True for a product of matrices that can write its result into given memory."""
+    return line.strategy.call.op in PRODUCTS and line.strategy.rule.local is None
 
 
 def _shared_memory(lines: Sequence[Line]) -> dict[int, frozenset[int]]:

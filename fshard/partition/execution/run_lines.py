@@ -15,8 +15,15 @@ import torch
 from torch import fx
 
 from fshard._torch.autograd_state import SET_GRAD_ENABLED
+from fshard._torch.memory import BufferPool, copy_all
 from fshard._torch.modes import without_dispatch_modes
-from fshard._torch.operators import OpOverload, builtin_of, direct_function, out_overload
+from fshard._torch.operators import (
+    OpOverload,
+    builtin_of,
+    direct_function,
+    out_overload,
+    tensordot_into,
+)
 from fshard._util.cache import BoundedDict
 from fshard.layout.mesh import Mesh
 from fshard.ops.core.cache_keys import freeze
@@ -25,6 +32,7 @@ from fshard.ops.strategy import local_call
 from fshard.ops.strategy.strategy import Strategy
 from fshard.partition.ir import (
     BeginCheckpoint,
+    Buffer,
     CheckpointedLines,
     ClosureTensor,
     Copy,
@@ -56,6 +64,7 @@ from fshard.run.transports.running_modules import as_in_module
 # -- execution on one rank ------------------------------------------------------------------
 
 
+TENSORDOT = torch.ops.aten.tensordot.default
 DIRECT = "direct"
 """Key of the function that a node calls in the place of its operator."""
 
@@ -95,7 +104,9 @@ def _rank_call(
     op, local = strategy.call.op, strategy.rule.local
     nested = not line.single and not _returns_flat(strategy)
     if line.into is not None:
-        return out_overload(op), line.args, {**line.kwargs, "out": line.into}
+        if op is TENSORDOT:
+            op = _NamedFunction(tensordot_into, "tensordot_into")
+        return out_overload(op) or op, line.args, {**line.kwargs, "out": line.into}
     if local is None and not nested:
         return op, line.args, line.kwargs
     context = local_call.RankContext(rank, strategy.in_specs, strategy.computed_specs)
@@ -189,10 +200,15 @@ def _call_of(line: Line, rank: int) -> tuple[Any, Sequence[Any], Mapping[str, An
         case Redistribution():
             name = "_then_".join(_step_name(step) for step in line.program.steps) or "same"
             return _NamedFunction(line.program.__call__, name, line.module), (line.source,), {}
+        case Buffer():
+            shapes = [spec.local_shape(rank) for spec in line.specs]
+            pool = BufferPool(shapes, line.specs[0].dtype, line.device)
+            return _NamedFunction(pool, "buffer"), (), {}
         case LaunchBatch():
             names = sorted({step.name for prog in line.programs for step in prog.steps})
             name = "launch_" + "_and_".join(names)
-            return _NamedFunction(partial(launch_line, line), name, line.module), line.sources, {}
+            operands = line.sources if line.buffer is None else (*line.sources, line.buffer)
+            return _NamedFunction(partial(launch_line, line), name, line.module), operands, {}
         case WaitBatch():
             return wait, (line.source,), {}
         case Pick():
@@ -219,10 +235,19 @@ def _call_of(line: Line, rank: int) -> tuple[Any, Sequence[Any], Mapping[str, An
             raise AssertionError(line)
 
 
-def launch_line(line: LaunchBatch, *xs: torch.Tensor, on_shards: bool = False) -> FinishAll:
-    """Launch a batch on this rank's locals, or on the shards of all ranks for each leaf in turn."""
+def launch_line(line: LaunchBatch, *xs: Any, on_shards: bool = False) -> FinishAll:
+    """Launch a batch on this rank's locals, or on the shards of all ranks for each leaf in turn.
+
+    After the locals come the parts of the line's buffer, if it has one.
+    """
+    if line.buffer is not None:
+        *locals_, parts = xs
+        copied = [i for i, part in zip(line.buffered, parts, strict=True) if locals_[i] is not part]
+        targets = dict(zip(line.buffered, parts, strict=True))
+        copy_all([targets[i] for i in copied], [locals_[i] for i in copied])
+        xs = tuple([targets.get(i, x) for i, x in enumerate(locals_)])
     with torch.set_grad_enabled(line.grad):
-        return launch_programs(line.group, xs, on_shards, waits=line.waits)
+        return launch_programs(line.group, xs, on_shards, waits=line.waits, owned=line.owned)
 
 
 def wait(finish: FinishAll) -> tuple[torch.Tensor, ...]:

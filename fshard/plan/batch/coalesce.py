@@ -261,13 +261,18 @@ def coalesced(leaves: Leaves, steps: LeafSteps) -> tuple[LeafSteps, ...]:
     by_key: dict[Hashable, list[tuple[int, int]]] = {}
     for leaf, step in steps:
         key: Hashable = dict(launch_keys(leaves[leaf]))[step]
-        if _is_large_all_reduce(*typed_step(leaves, leaf, step)):
+        if _is_large(*typed_step(leaves, leaf, step)):
             key = leaf, step
         by_key.setdefault(key, []).append((leaf, step))
     return tuple(map(tuple, by_key.values()))
 
 
-def _is_large_all_reduce(step: Step, src: Spec, _: Spec) -> bool:
+def is_large_all_reduce(prog: Program) -> bool:
+    """Return True for a program of one all-reduce that is not coalesced."""
+    return len(prog.steps) == 1 and _is_large(prog.steps[0], prog.src, prog.dst)
+
+
+def _is_large(step: Step, src: Spec, _: Spec) -> bool:
     """Return True for an all-reduce that is not coalesced, equally on all ranks."""
     return isinstance(step, AllReduce) and src.local_nbytes(src.mesh.ranks[0]) >= ALONE_BYTES
 

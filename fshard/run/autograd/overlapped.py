@@ -38,8 +38,9 @@ Gradients = tuple[torch.Tensor | None, ...]
 
 
 def launch_programs(
-    op: ProgramGroup, xs: Tensors, on_shards: bool, *, waits: bool = False
-) -> FinishAll:
+    op: ProgramGroup, xs: Tensors, on_shards: bool, *, waits: bool = False,
+    owned: tuple[int, ...] = (),
+) -> FinishAll:  # fmt: skip
     """Launch linear programs differentiably; return the call that waits for their results.
 
     Backward, the transposes for the leaves that have a cotangent are launched as one operation. The
@@ -50,11 +51,12 @@ def launch_programs(
         xs: the locals, or the shards in rank order for each leaf in turn.
         on_shards: whether `xs` are the shards of all ranks.
         waits: wait at once, forward and backward: one node in the place of two.
+        owned: indices of locals without gradient that may be written.
     """
     if is_transformed() or any(map(is_legacy_batched, xs)):
         return lambda: apply_linear(op, xs, on_shards)
     if not is_differentiated(*xs):
-        return _launch(op, xs, on_shards)
+        return _launch(op, xs, on_shards, owned)
     flight = _Flight(op, on_shards)
     with torch.no_grad():
         flight.finish = _launch(op, xs, on_shards)

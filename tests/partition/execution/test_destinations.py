@@ -12,6 +12,7 @@ from torch import Tensor
 import fshard as fs
 from fshard import Mesh, P
 from fshard.partition.ir import Operation, Write
+from tests.helpers.gloo.harness import run_ranks
 
 
 def swapped(a: Tensor, b: Tensor) -> None:
@@ -72,7 +73,7 @@ def test_writes_are_those_of_one_device(fn: Callable[..., Any], in_place: int, m
         pairs = [fs.shard(x, fs.Spec(mesh, spec, shape=x.shape, dtype=x.dtype))
                  for x, spec in zip(args, specs, strict=True)]  # fmt: skip
         part = fs.partition(fn, mesh=mesh, in_specs=specs)
-        lines = part.trace(*pairs).schedule
+        lines = part.trace(*pairs)._rank_lines
         out, one = part(*pairs), fn(*expected)
         torch.testing.assert_close([fs.unshard(pair) for pair in pairs], expected)
         if one is not None:
@@ -83,17 +84,53 @@ def test_writes_are_those_of_one_device(fn: Callable[..., Any], in_place: int, m
             assert count == in_place
 
 
-def test_a_training_step_holds_one_copy_of_its_parameters() -> None:
-    def step(params: dict[str, Tensor], x: Tensor) -> Tensor:
-        def loss(params: dict[str, Tensor]) -> Tensor:
-            return ((x @ params["up"]).relu() @ params["down"]).square().sum()
+def step(params: dict[str, Tensor], x: Tensor) -> Tensor:
+    """Step of gradient descent, with products of matrices and of higher dims."""
 
-        grads, value = torch.func.grad_and_value(loss)(params)
-        for name, param in params.items():
-            param.sub_(grads[name], alpha=0.1)
-        return value
+    def loss(params: dict[str, Tensor]) -> Tensor:
+        hidden = torch.nn.functional.linear(x, params["up"], params["bias"]).relu()
+        return (hidden @ params["down"]).square().sum()
 
-    params = {"up": torch.ones(64, 4096), "down": torch.ones(4096, 64)}
-    part = fs.partition(step, mesh=Mesh(x=1), in_specs=(P(), P("x")))
-    memory = part.trace(params, torch.ones(4, 64)).memory()
-    assert memory.peak < 2.1 * sum(x.nbytes for x in params.values())  # with the gradients
+    grads, value = torch.func.grad_and_value(loss)(params)
+    for name, param in params.items():
+        param.sub_(grads[name], alpha=0.1)
+    return value
+
+
+def new_params(width: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    shapes = {"up": (width, 64), "bias": (width,), "down": (width, 64)}
+    return {name: torch.rand(shape, dtype=dtype) / width for name, shape in shapes.items()}
+
+
+def test_a_training_step_holds_its_gradients_once() -> None:
+    part = fs.partition(step, mesh=Mesh(x=2), in_specs=(P(), P("x")))
+    params = new_params(2**14)
+    memory = part.trace(params, torch.ones(4, 2, 64)).memory()
+    assert memory.peak < 2.2 * sum(x.nbytes for x in params.values())
+
+
+def steps_on_a_rank(dims: int) -> list[Tensor]:
+    """Return the parameters after steps on this rank, and those of one device."""
+    torch.manual_seed(0)
+    fs.init(Mesh(x=2))
+    part = fs.partition(step, mesh=Mesh(x=2), in_specs=(P(), P("x")))
+    params, x = new_params(32, torch.float64), torch.randn(*[4] * dims, 64, dtype=torch.float64)
+    one = {name: param.clone() for name, param in params.items()}
+    pairs = {k: fs.shard(p, fs.Spec(Mesh(x=2), P(), shape=p.shape, dtype=p.dtype))
+             for k, p in params.items()}  # fmt: skip
+    batch = fs.shard(x, fs.Spec(Mesh(x=2), P("x"), shape=x.shape, dtype=x.dtype))
+    kept = []
+    for _ in range(3):
+        kept.append(fs.unshard(part(pairs, batch)))
+        kept.append(step(one, x))
+    lines = part.trace(pairs, batch)._rank_lines
+    assert sum(isinstance(line, Operation) and line.into is not None for line in lines) == 5
+    return [*kept, *(pair.local for pair in pairs.values()), *one.values()]
+
+
+@pytest.mark.parametrize("dims", [1, 2])
+def test_steps_on_processes_reduce_gradients_in_place(dims: int) -> None:
+    for results in run_ranks(2, steps_on_a_rank, dims):
+        for actual, expected in zip(results[0:6:2], results[1:6:2], strict=True):
+            torch.testing.assert_close(actual, expected)
+        torch.testing.assert_close(results[6:9], results[9:])
