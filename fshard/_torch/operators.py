@@ -237,23 +237,30 @@ def out_overload(op: Any) -> OpOverload[..., Any] | None:
 
 
 def tensordot_into(
-    x: torch.Tensor, y: torch.Tensor, dims_x: Sequence[int], dims_y: Sequence[int], *,
-    out: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
-    """Write `torch.tensordot(x, y, (dims_x, dims_y))` into `out`; PyTorch's `out=` is a copy.
+    shape_x: Sequence[int], shape_y: Sequence[int], dims_x: Sequence[int], dims_y: Sequence[int]
+) -> Callable[..., torch.Tensor]:
+    """Return `torch.tensordot` of tensors of some shapes as a product that is written into `out=`.
 
-    >>> x, y, out = torch.ones(2, 3, 4), torch.ones(3, 4, 5), torch.empty(2, 5)
-    >>> tensordot_into(x, y, [1, 2], [0, 1], out=out) is out, out[0]
+    PyTorch's own `out=` copies the result.
+
+    >>> product = tensordot_into((2, 3, 4), (3, 4, 5), [1, 2], [0, 1])
+    >>> out = torch.empty(2, 5)
+    >>> product(torch.ones(2, 3, 4), torch.ones(3, 4, 5), [1, 2], [0, 1], out=out) is out, out[0]
     (True, tensor([12., 12., 12., 12., 12.]))
     """
-    summed_x, summed_y = [i % x.ndim for i in dims_x], [i % y.ndim for i in dims_y]
-    rows = [i for i in range(x.ndim) if i not in summed_x]
-    columns = [i for i in range(y.ndim) if i not in summed_y]
-    m, n = (math.prod(z.shape[i] for i in kept) for z, kept in ((x, rows), (y, columns)))
-    k = math.prod(x.shape[i] for i in summed_x)
-    left, right = x.permute(*rows, *summed_x), y.permute(*summed_y, *columns)
-    torch.mm(left.reshape(m, k), right.reshape(k, n), out=out.view(m, n))
-    return out
+    summed_x, summed_y = [i % len(shape_x) for i in dims_x], [i % len(shape_y) for i in dims_y]
+    rows = [i for i in range(len(shape_x)) if i not in summed_x]
+    columns = [i for i in range(len(shape_y)) if i not in summed_y]
+    order_x, order_y = rows + summed_x, summed_y + columns
+    m, k = math.prod(shape_x[i] for i in rows), math.prod(shape_x[i] for i in summed_x)
+    n = math.prod(shape_y[i] for i in columns)
+
+    def run(x: torch.Tensor, y: torch.Tensor, *_: object, out: torch.Tensor) -> torch.Tensor:
+        x, y = x.permute(order_x).reshape(m, k), y.permute(order_y).reshape(k, n)
+        torch.mm(x, y, out=out.view(m, n))
+        return out
+
+    return run
 
 
 def has_batch_rule(op: OpOverload[..., Any]) -> bool:

@@ -117,7 +117,7 @@ class PartitionedCall:
         default_factory=dict
     )
     _simulation: list[Simulation] = field(default_factory=list)
-    _remat: dict[object, Any] = field(default_factory=dict)
+    _derived: dict[object, Any] = field(default_factory=dict)
     _compiled: Compiled | None = None
 
     def __reduce__(self) -> NoReturn:
@@ -187,9 +187,9 @@ class PartitionedCall:
     @property
     def remat_plan(self) -> RematPlan:
         """The lines that the backward pass runs again, by the policy `remat`."""
-        if "plan" not in self._remat:
-            self._remat["plan"] = self._abstract.remat_plan(self.remat if self.grad else None)
-        plan: RematPlan = self._remat["plan"]
+        if "plan" not in self._derived:
+            self._derived["plan"] = self._abstract.remat_plan(self.remat if self.grad else None)
+        plan: RematPlan = self._derived["plan"]
         return plan
 
     def saved_bytes(self, rank: int | None = None) -> SavedBytes:
@@ -210,9 +210,9 @@ class PartitionedCall:
         rank = self.mesh.ranks[0] if rank is None else rank
         if not self.grad:
             return SavedBytes({}, 0)
-        if rank not in self._remat:
-            self._remat[rank] = self._abstract.saved_bytes(self.remat_plan, rank)
-        saved: SavedBytes = self._remat[rank]
+        if rank not in self._derived:
+            self._derived[rank] = self._abstract.saved_bytes(self.remat_plan, rank)
+        saved: SavedBytes = self._derived[rank]
         return saved
 
     def step_record(self, rank: int | None = None) -> StepRecord:
@@ -222,8 +222,8 @@ class PartitionedCall:
             rank: the rank; None is the first of the mesh.
         """
         rank = self.mesh.ranks[0] if rank is None else rank
-        if ("step", rank) not in self._remat:
-            self._remat["step", rank] = record_step(
+        if ("step", rank) not in self._derived:
+            self._derived["step", rank] = record_step(
                 self._abstract,
                 self.remat_plan,
                 self.names,
@@ -231,7 +231,7 @@ class PartitionedCall:
                 num_params=self.num_params,
                 grad=self.grad,
             )
-        record: StepRecord = self._remat["step", rank]
+        record: StepRecord = self._derived["step", rank]
         return record
 
     def roofline(self, topology: Topology | None = None, *, rank: int | None = None) -> Roofline:
@@ -380,16 +380,16 @@ class PartitionedCall:
         on_rank = all(isinstance(local, torch.Tensor) for local in locals_)
         rank = rank_on_mesh(self.mesh, WHERE) if on_rank else None
         key = "code", rank, is_observed()
-        if key not in self._remat:
+        if key not in self._derived:
             if rank is not None:
                 self._compare_ranks(rank)
             abstract = self._abstract
-            self._remat[key] = RematerializedLines(
+            self._derived[key] = RematerializedLines(
                 self.remat_plan, abstract.lines, abstract.inputs, abstract.outputs, self.names,
                 RankLines(self.mesh, rank, observed=key[2]),
             )  # fmt: skip
         repeated = numbers if on_rank else [(number,) * self.mesh.size for number in numbers]
-        results = iter(self._remat[key].run([*locals_, *repeated])[0])
+        results = iter(self._derived[key].run([*locals_, *repeated])[0])
         leaves: list[Any] = []
         for out, spec in zip(self._outputs, self.out_specs, strict=True):
             value = out.value if type(out) is not int else next(results)
@@ -444,7 +444,11 @@ class PartitionedCall:
     @property
     def closures(self) -> list[torch.Tensor]:
         """Tensors that the function closes over."""
-        return [line.tensor for line in self.lines if isinstance(line, ir.ClosureTensor)]
+        if "closures" not in self._derived:
+            lines = (line for line in self.lines if isinstance(line, ir.ClosureTensor))
+            self._derived["closures"] = [line.tensor for line in lines]
+        closures: list[torch.Tensor] = self._derived["closures"]
+        return closures
 
     def check_closures(self, where: str) -> None:
         """Raise `ShardingError` if a tensor that the function closes over requires grad."""

@@ -15,7 +15,14 @@ import torch
 
 from fshard._torch.autograd_state import is_view, unviewed
 from fshard._torch.functorch import transforms_active
-from fshard._torch.memory import FlatBuffer, copy_all, flatten_all, joined, keep_buffer
+from fshard._torch.memory import (
+    FlatBuffer,
+    copy_all,
+    flatten_all,
+    joined,
+    keep_buffer,
+    storage_address,
+)
 from fshard._torch.modes import current_dispatch_mode
 from fshard._util.cache import CACHE_SIZE
 from fshard.layout.mesh import Mesh
@@ -269,13 +276,7 @@ def _launch_kind(
     notify(plan.name, axes, plan.sent, transport.rank, plan.kind[3])
     moved: Callable[[], Sequence[Parts]]
     if op == "all_reduce":
-        whole = joined(payloads) if all(i in owned for i, _ in plan.own) else None
-        if whole is None:
-            moved = _all_reduce(plan, payloads, transport)
-        else:
-            total = transport.all_reduce(whole, plan.kind[2], group, owned=True)
-            sizes = [payload.numel() for payload in payloads]
-            moved = lambda: torch.split_with_sizes(total(), sizes)  # noqa: E731
+        moved = _all_reduce(plan, payloads, transport, all(i in owned for i, _ in plan.own))
     else:
         lengths = [payload.numel() for payload in payloads]
         empty = [ys[plan.members[0][0]].new_empty(0)]
@@ -296,15 +297,28 @@ def _launch_kind(
 
 
 def _all_reduce(
-    plan: KindPlan, payloads: list[torch.Tensor], transport: Transport
+    plan: KindPlan, payloads: list[torch.Tensor], transport: Transport, owned_payloads: bool
 ) -> Callable[[], Sequence[torch.Tensor]]:
-    """Launch an all-reduce of concatenated payloads; return the call that waits for its parts."""
+    """Launch an all-reduce of concatenated payloads; return the call that waits for its parts.
+
+    Payloads that may be written are not copied if they are parts of one flat tensor.
+    """
     _, group, reduction, _ = plan.kind
+    lengths = [payload.numel() for payload in payloads]
+    flat = joined(payloads) if owned_payloads else None
+    if flat is not None:
+        finish_flat = transport.all_reduce(flat, reduction, group, owned=True)
+
+        def own_parts() -> Sequence[torch.Tensor]:
+            total = finish_flat()
+            in_place = storage_address(total) == storage_address(flat)
+            return payloads if in_place else torch.split_with_sizes(total, lengths)
+
+        return own_parts
     # Modes that trace have no rule for a collective that writes its operand.
     owned = current_dispatch_mode() is None or isinstance(transport, ShapeTransport)
     if not (owned and _can_be_kept(payloads)):
         result = transport.all_reduce(flatten_all(payloads), reduction, group, owned=owned)
-        lengths = [payload.numel() for payload in payloads]
         return lambda: torch.split_with_sizes(result(), lengths)
     buffer = plan.buffers.pop() if plan.buffers else None
     if buffer is None or not (buffer.is_free() and buffer.fits(payloads)):
@@ -318,7 +332,7 @@ def _all_reduce(
         keep_buffer(plan.buffers, buffer)
         if total.data_ptr() == buffer.flat.data_ptr():
             return buffer.parts()
-        return torch.split_with_sizes(total, [view.numel() for view in buffer.views])
+        return torch.split_with_sizes(total, lengths)
 
     return parts
 

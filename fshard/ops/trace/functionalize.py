@@ -116,18 +116,9 @@ def split_lists(graph: fx.Graph) -> None:
         lists = [key for key, x in named.items() if isinstance(x, list | tuple)]
         with graph.inserting_before(node):
             for index in range(len(named[lists[0]])):
-                elements: dict[str, Any] = {key: [named[key][index]] for key in lists}
-                if "scalars" in named and "scalars" not in lists:
-                    elements["scalars"] = _element(named["scalars"], index)
+                elements = {key: [named[key][index]] for key in lists}
                 graph.call_function(node.target, (), {**named, **elements})
         graph.erase_node(node)
-
-
-def _element(numbers: fx.Node, index: int) -> fx.Node:
-    """Insert the slice of a tensor that has one of its numbers."""
-    part = numbers.graph.call_function(torch.ops.aten.slice.Tensor, (numbers, 0, index, index + 1))
-    part.meta["val"] = numbers.meta["val"][index : index + 1]
-    return part
 
 
 def _writes_what_others_read(node: fx.Node) -> bool:

@@ -104,9 +104,12 @@ def _rank_call(
     op, local = strategy.call.op, strategy.rule.local
     nested = not line.single and not _returns_flat(strategy)
     if line.into is not None:
+        kwargs = {**line.kwargs, "out": line.into}
         if op is TENSORDOT:
-            op = _NamedFunction(tensordot_into, "tensordot_into")
-        return out_overload(op) or op, line.args, {**line.kwargs, "out": line.into}
+            shapes = [spec.local_shape(rank) for spec in strategy.in_specs]
+            product = tensordot_into(*shapes, *line.args[2:])
+            return _NamedFunction(product, "tensordot_into"), line.args, kwargs
+        return out_overload(op), line.args, kwargs
     if local is None and not nested:
         return op, line.args, line.kwargs
     context = local_call.RankContext(rank, strategy.in_specs, strategy.computed_specs)

@@ -142,7 +142,7 @@ def _recomputing(
         seconds[event.kind, event.value] += event.time
     launches = {x.out: x for x in base.schedule if isinstance(x, LaunchBatch)}
     for text, policy in policies:
-        call = replace(base, remat=policy(base), _remat={})
+        call = replace(base, remat=policy(base), _derived={})
         units = call.remat_plan.units
         again = {
             getattr(unit.lines[0], "out", None):
