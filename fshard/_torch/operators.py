@@ -19,9 +19,9 @@ from fshard._torch.modes import DisableTorchFunction, DispatchMode, without_disp
 __all__ = [
     "AdamWOptions", "OpOverload", "OpOverloadPacket", "ScriptMethod", "TensorBase", "all_op_names",
     "builtin_of", "dereference", "direct_function", "foreach_adamw", "fused_adamw", "fused_step",
-    "has_registered_gradient", "is_query", "out_overload", "overload_or_self", "packet_of",
-    "qualified_name", "reference_of", "registered_schemas", "resolve_overload", "schema_of",
-    "schema_or_none", "tensordot_into", "torch_decomposition",
+    "has_registered_gradient", "is_composite", "is_query", "out_overload", "overload_or_self",
+    "packet_of", "qualified_name", "reference_of", "registered_schemas", "resolve_overload",
+    "schema_of", "schema_or_none", "tensordot_into", "torch_decomposition",
 ]  # fmt: skip
 
 TensorBase = torch._C.TensorBase
@@ -269,13 +269,21 @@ def has_batch_rule(op: OpOverload[..., Any]) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
 
 
+def is_composite(op: OpOverload[..., Any]) -> bool:
+    """Return True for an operator that is made of others, which may return its operand.
+
+    >>> is_composite(torch.ops.aten.einsum.default), is_composite(torch.ops.aten.mm.default)
+    (True, False)
+    """
+    key = "CompositeImplicitAutograd"
+    return op._can_decompose() and torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
+
+
 def torch_decomposition(op: Any) -> Callable[..., Any] | None:
     """Return PyTorch's decomposition of an operator, None for one that has kernels only."""
     if not isinstance(op, OpOverload):
         return None
-    if op._can_decompose() and torch._C._dispatch_has_kernel_for_dispatch_key(
-        op.name(), "CompositeImplicitAutograd"
-    ):
+    if is_composite(op):
         return op.decompose
     from torch._decomp import decomposition_table
 

@@ -333,7 +333,19 @@ def map_references(line: Line, fn: Callable[[Ref], Ref]) -> Line:
     changes: dict[str, Any] = {name: map_instances(getattr(line, name), Ref, fn) for name in names}
     if isinstance(line, Operation | NumberOperation):
         changes["kwargs"] = map_call((), line.kwargs, Ref, fn)[1]
+    elif isinstance(line, CheckpointedLines):
+        changes["lines"] = tuple([map_references(inner, fn) for inner in line.lines])
     return replace(line, **changes)
+
+
+def without_grad_modes(lines: Sequence[Line]) -> list[Line]:
+    """Return the lines of a call without gradient, in which the grad mode is not switched on.
+
+    The bodies of mapped functions run in the mode that is set: it is kept for them.
+    """
+    if any(isinstance(line, RegionCall) for line in lines):
+        return [*lines]
+    return [line for line in lines if not isinstance(line, GradMode)]
 
 
 def flattened(lines: Iterable[Line]) -> Iterator[Line]:

@@ -135,13 +135,15 @@ class PartitionedCall:
         """The lines in the order of execution, with coalesced redistributions."""
         if not self._schedule:
             outputs = [out for out in self._outputs if type(out) is int]
-            self._schedule[:] = schedule(self.lines, self._inputs, outputs, self._topology)
+            lines = self.lines if self.grad else ir.without_grad_modes(self.lines)
+            self._schedule[:] = schedule(lines, self._inputs, outputs, self._topology)
         return self._schedule
 
     @property
     def _rank_lines(self) -> Sequence[Line]:
         """The lines that a rank runs, whose results are written where they are needed."""
-        if self.grad:
+        # With the grad mode on, PyTorch writes no result into memory that is there.
+        if self.grad or any(isinstance(line, ir.GradMode) for line in ir.flattened(self.schedule)):
             return self.schedule
         if not self._in_place:
             outputs = [out for out in self._outputs if type(out) is int]

@@ -15,10 +15,9 @@ from dataclasses import replace
 
 import torch
 
-from fshard._torch.operators import out_overload
+from fshard._torch.operators import OpOverload, is_composite, out_overload
 from fshard.partition.ir import (
     Buffer,
-    GradMode,
     LaunchBatch,
     Line,
     Operation,
@@ -36,6 +35,8 @@ from fshard.program.steps import AllReduce
 TRANSPOSE = torch.ops.aten.t.default
 COPY = torch.ops.aten.copy.default
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.tensordot.default)
+NEW_RESULTS = (*PRODUCTS, torch.ops.aten.matmul.default, torch.ops.aten.linear.default)
+"""Products whose results have memory of their own."""
 
 
 def written_in_place(lines: Sequence[Line], outputs: Collection[int]) -> list[Line]:
@@ -49,8 +50,6 @@ def written_in_place(lines: Sequence[Line], outputs: Collection[int]) -> list[Li
         lines: the lines of a call without gradient, in the order of execution.
         outputs: the value ids of the results.
     """
-    if any(isinstance(line, GradMode) for line in lines):
-        return [*lines]
     uses = Counter([*outputs, *(value for line in lines for value in operands_of(line))])
     places = {line.out: i for i, line in enumerate(lines) if isinstance(line, Operation)}
     memory, written = _shared_memory(lines), set[int]()
@@ -126,6 +125,7 @@ def reduced_in_place(
     own: dict[int, tuple[int, Operation]] = {
         line.out: (index, line) for index, line in enumerate(lines)
         if isinstance(line, Operation) and uses[line.out] == 1 and line.out not in memory
+        and _has_new_result(line)
     }  # fmt: skip
     new_values = itertools.count(1 + max((getattr(x, "out", 0) for x in lines), default=0))
     before: dict[int, list[Line]] = defaultdict(list)
@@ -172,6 +172,13 @@ def _shared_memory(lines: Sequence[Line]) -> dict[int, frozenset[int]]:
         if shared and hasattr(line, "out"):
             memory[line.out] = frozenset(y for x in shared for y in memory.get(x, (x,)))
     return memory
+
+
+def _has_new_result(line: Operation) -> bool:
+    """Return True for an operation that returns no operand, which others do in spite of schemas."""
+    op = line.strategy.call.op
+    is_kernel = isinstance(op, OpOverload) and not is_composite(op)
+    return line.strategy.rule.local is None and (is_kernel or op in NEW_RESULTS)
 
 
 def _is_pointwise(line: Operation) -> bool:

@@ -245,9 +245,10 @@ def launch_line(line: LaunchBatch, *xs: Any, on_shards: bool = False) -> FinishA
     """
     if line.buffer is not None:
         *locals_, parts = xs
-        copied = [i for i, part in zip(line.buffered, parts, strict=True) if locals_[i] is not part]
         targets = dict(zip(line.buffered, parts, strict=True))
-        copy_all([targets[i] for i in copied], [locals_[i] for i in copied])
+        copied = [i for i, part in targets.items() if locals_[i] is not part]
+        if copied:
+            copy_all([targets[i] for i in copied], [locals_[i] for i in copied])
         xs = tuple([targets.get(i, x) for i, x in enumerate(locals_)])
     with torch.set_grad_enabled(line.grad):
         return launch_programs(line.group, xs, on_shards, waits=line.waits, owned=line.owned)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 from fshard import Mesh, P
@@ -134,3 +135,53 @@ def test_steps_on_processes_reduce_gradients_in_place(dims: int) -> None:
         for actual, expected in zip(results[0:6:2], results[1:6:2], strict=True):
             torch.testing.assert_close(actual, expected)
         torch.testing.assert_close(results[6:9], results[9:])
+
+
+def products(a: Tensor, b: Tensor, x: Tensor) -> None:
+    a.add_(torch.mm(x.t(), x))
+    b.add_(torch.mm(x.t(), x.sin()))
+
+
+def products_with_grad_mode(a: Tensor, b: Tensor, x: Tensor) -> None:
+    with torch.enable_grad():
+        new_a, new_b = torch.mm(x.t(), torch.mm(x, a)), torch.mm(x.t(), torch.mm(x, b))
+    with torch.no_grad():
+        a.sub_(new_a)
+        b.sub_(new_b)
+
+
+def checkpointed(a: Tensor, b: Tensor, x: Tensor) -> None:
+    layer = lambda x, w: (x @ w.t()).sin()  # noqa: E731
+    b.add_(checkpoint(layer, x, a.t().t(), use_reentrant=False).sum(0))
+
+
+def large_views(a: Tensor, b: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+    return torch.einsum("ij->ij", a).sin(), torch.einsum("ij->ij", b).cos(), x * 2
+
+
+def functions_on_a_rank() -> list[tuple[Any, Any]]:
+    """Return results and arguments after calls on this rank, each with those of one device."""
+    torch.manual_seed(0)
+    mesh, rows = Mesh(x=2), []
+    fs.init(mesh)
+    for fn, width, weights in [
+        (products, 4, P()), (products_with_grad_mode, 4, P()), (checkpointed, 4, P()),
+        (large_views, 1024, P(unreduced="x")),
+    ]:  # fmt: skip
+        args = [torch.randn(n, width, dtype=torch.float64) for n in (width, width, 4)]
+        specs = weights, weights, P("x")
+        pairs = [fs.shard(x, fs.Spec(mesh, spec, shape=x.shape, dtype=x.dtype))
+                 for x, spec in zip(args, specs, strict=True)]  # fmt: skip
+        for tensor in (*args[:2], *(pair.local for pair in pairs[:2])):
+            tensor.requires_grad_(fn is products_with_grad_mode)
+        part = fs.partition(fn, mesh=mesh, in_specs=specs)
+        rows += [([fs.unshard(y) for y in part(*pairs) or ()], [*(fn(*args) or ())])
+                 for _ in range(2)]  # fmt: skip
+        rows.append(([fs.unshard(pair).detach() for pair in pairs], [x.detach() for x in args]))
+    return rows
+
+
+def test_calls_on_processes_are_those_of_one_device() -> None:
+    for rows in run_ranks(2, functions_on_a_rank):
+        for actual, expected in rows:
+            torch.testing.assert_close(actual, expected)
