@@ -296,7 +296,8 @@ class BufferPool:
 
     def __call__(self) -> list[torch.Tensor]:
         """Return tensors without values that something else needs."""
-        if self.args[2].type != "cpu" or current_dispatch_mode() is not None:
+        keeps = not torch.is_inference_mode_enabled() and current_dispatch_mode() is None
+        if self.args[2].type != "cpu" or not keeps:
             return adjacent_tensors(*self.args)[1]
         buffer = self.buffers.pop() if self.buffers else None
         if buffer is None or not buffer.is_free():

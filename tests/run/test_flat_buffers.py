@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fshard._torch.memory import MAX_KEPT, FlatBuffer, keep_buffer
+from fshard._torch.memory import MAX_KEPT, BufferPool, FlatBuffer, keep_buffer
 
 CPU = torch.device("cpu")
 
@@ -41,3 +41,10 @@ def test_few_plans_keep_buffers() -> None:
         keep_buffer(plans[0], FlatBuffer([(4,)], torch.float32, CPU))
     assert sum(map(len, plans)) <= MAX_KEPT
     assert all((plans[0], plans[-1]))
+
+
+def test_inference_tensors_are_not_used_again() -> None:
+    pool = BufferPool([(4,)], torch.float32, CPU)
+    with torch.inference_mode():
+        pool()
+    assert not pool()[0].is_inference()
