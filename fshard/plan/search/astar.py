@@ -84,7 +84,10 @@ def search(
         if best is not None and best[1] <= enough:
             break
         edges = CollectiveEdges(problem, direct=False)
-        best = _first_program(problem, edges, best[1] if best else limit, greed, haste) or best
+        most = best[1] if best else limit
+        best = _first_program(problem, edges, most, greed, haste) or best
+        if best is None and most == math.inf:  # all that can be reached was looked at
+            break
     return best
 
 
@@ -112,6 +115,7 @@ def _first_program(
         if cost > best[layout] or cost + bound(layout) > limit:
             continue
         edges.limit = limit - cost
+        edges.cost, edges.best, edges.previous = cost, best, previous
         for edge_cost, make_step, new in edges.of(layout):
             num_edges += 1
             new_cost = cost + edge_cost

@@ -39,6 +39,10 @@ class ExchangeEdges:
         self.problem = problem
         self.direct = direct
         self.limit = math.inf
+        # What the search has found: costs of layouts, the steps to them, and this layout's cost.
+        self.best: dict[SearchLayout, float] = {}
+        self.previous: dict[SearchLayout, tuple[SearchLayout, StepFactory]] = {}
+        self.cost = 0.0
         self.exclude = problem.exclude
         self.by_signature: dict[object, list[SearchLayout]] = {}
         self.exchange_targets: dict[tuple[Kinds, frozenset[str]], list[ExchangeTarget]] = {}
@@ -81,16 +85,25 @@ class ExchangeEdges:
     ) -> Edge | None:
         """Return an edge with traffic, or None if it costs more than `limit`.
 
+        The cost may be a lower bound if another way to `after` is known to cost less.
         `moved` is None if the traffic has no closed form; it is then computed if it may matter.
         `copies` are the bytes of the copies around it.
         """
         problem, exchange = self.problem, make_step.func not in GATHERS
-        if not problem.is_divisible(after):
+        if not problem.is_divisible(after) or make_step.func in self.exclude:
             return None
         if moved is None:
             cost_of = partial(problem.cost, axes, copies=copies, exchange=exchange)
-            if self.min_total(before, after, sum(copies), reduced_ranks, cost_of) > self.limit:
+            limit, known = self.limit - problem.bound(after), math.inf
+            if limit == math.inf:  # no program is known: many edges lead to known layouts
+                known = self.best.get(after, math.inf) - self.cost
+            least = self.min_cost(
+                before, after, sum(copies), reduced_ranks, cost_of, min(limit, known)
+            )
+            if least > limit:
                 return None
+            if least > known:  # the search drops it
+                return least, make_step, after
             moved = problem.traffic(make_step, axes, before, after, reduced_ranks)
         if moved.launches and not problem.empty:
             cost = problem.cost(axes, moved, copies, exchange)
@@ -98,27 +111,25 @@ class ExchangeEdges:
             cost = problem.local_cost(2 * problem.nbytes(after))
         return (cost, make_step, after) if cost <= self.limit else None
 
-    def min_total(
+    def min_cost(
         self,
         before: SearchLayout,
         after: SearchLayout,
         copied: int,
         reduced_ranks: int,
         cost_of: Callable[[Traffic], float],
+        limit: float,
     ) -> float:
-        """Return a lower bound of the cost of a collective and of all steps after it.
+        """Return a lower bound of the cost of a collective, the simplest that exceeds `limit`.
 
         `cost_of` returns the cost of the collective if it has some traffic.
         """
         problem = self.problem
-        rest = problem.bound(after)
-        local = rest + problem.local_cost(min(copied, 2 * problem.nbytes(after)))
-        if local > self.limit:
+        local = problem.local_cost(min(copied, 2 * problem.nbytes(after)))
+        if local > limit:
             return local
         missing = problem.missing_between(before, after, reduced_ranks)
-        if missing <= 0:
-            return local
-        return rest + cost_of(Traffic(0, missing * problem.itemsize, 1, 1))
+        return cost_of(Traffic(0, missing * problem.itemsize, 1, 1)) if missing > 0 else local
 
     # -- edges ------------------------------------------------------------------------
 
@@ -149,7 +160,10 @@ class ExchangeEdges:
                     yield edge
 
     def reordered(self, layout: SearchLayout) -> Iterator[SearchLayout]:
-        """Yield the layouts with the axes of every dim in all orders."""
+        """Yield the layouts with the axes of every dim in all orders, unless it is one of them."""
+        last, step = self.previous.get(layout, (layout, None))
+        if step is not None and step.func is _permute and _same_axes(last, layout):
+            return
         for dims in itertools.product(*map(itertools.permutations, layout.dims)):
             yield layout._replace(dims=dims)
 
@@ -215,6 +229,11 @@ def _can_exchange(reduced: Kinds, target: SearchLayout) -> bool:
     """Return True if every reduced axis stays reduced or shards a dim of `target`."""
     lost = [axis for axis, kind in reduced if (axis, kind) not in target.reduced]
     return not lost or {*lost} <= {*itertools.chain(*target.dims)}
+
+
+def _same_axes(a: SearchLayout, b: SearchLayout) -> bool:
+    """Return True if the dims of both layouts are sharded over the same axes, in any order."""
+    return [*map(sorted, a.dims)] == [*map(sorted, b.dims)]
 
 
 def _permute(target: SearchLayout) -> CollectivePermute:

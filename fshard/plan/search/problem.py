@@ -26,7 +26,12 @@ from fshard.plan.search.search_layout import (
 from fshard.plan.search.size_tables import size_tables
 from fshard.program.cost.links import JOIN, Link
 from fshard.program.cost.model import collective_time, copy_time
-from fshard.program.cost.rank_overlap import DimShardings, RankOverlap, index_of_largest
+from fshard.program.cost.rank_overlap import (
+    MAX_RANKS,
+    DimShardings,
+    RankOverlap,
+    index_of_largest,
+)
 from fshard.program.cost.shard_overlap import NO_AXES, even_dim_overlap
 from fshard.program.cost.topology import Topology
 from fshard.program.cost.traffic import (
@@ -91,7 +96,7 @@ class SearchProblem:
         self.local_sizes: dict[tuple[Dims, tuple[DimSizes, ...]], int] = {}
         self.bounds: dict[SearchLayout, float] = {}
         self.specs: dict[SearchLayout, Spec] = {}
-        self.rank_overlap: RankOverlap | None = None
+        self.rank_overlaps: dict[int, RankOverlap] = {}
         self.sizes = size_tables()
         self.split_cache: dict[tuple[int, DimSizes, Axes, Axes], DimSizes] = {}
         self.rank_counts: dict[Axes, int] = {}
@@ -218,13 +223,13 @@ class SearchProblem:
     ) -> Traffic:
         """Return the traffic of a step that has no closed form, of some ranks of large meshes."""
         kind, large = getattr(make_step, "func", None), self.src.mesh.size > MAX_EXACT_RANKS
-        if (large or self.overlap().complete) and not self.empty:
+        if not self.empty:
             if kind is exchange_to:
                 converted = self.converted_axes(before, after)
                 return self.exchange_traffic_by_rank(before, after, reduced_ranks, converted)
             if kind is all_to_all_of or (large and kind is AllToAll):
                 sent, received = (
-                    self.missing_between(*ends, 1) * self.itemsize
+                    self.missing_between(*ends, 1, max_ranks=MAX_EXACT_RANKS) * self.itemsize
                     for ends in ((after, before), (before, after))
                 )
                 return Traffic(sent, received, self.num_ranks(axes) - 1, 1)
@@ -286,14 +291,14 @@ class SearchProblem:
         all_reduced = len(goals) == 1 and state == "reduced"
         return ("reduced", str(kind)) if all_reduced else ("invariant", "sum")
 
-    def overlap(self) -> RankOverlap:
-        """Return the boxes of all ranks, for layouts without closed forms."""
-        if self.rank_overlap is None:
+    def overlap(self, max_ranks: int = MAX_RANKS) -> RankOverlap:
+        """Return the boxes of all of at most `max_ranks` ranks, else of some of them."""
+        mesh, shape = self.src.mesh, self.src.shape
+        key = max_ranks if MAX_RANKS < mesh.size <= max_ranks else MAX_RANKS
+        if key not in self.rank_overlaps:
             largest = index_of_largest(self.src), index_of_largest(self.dst)
-            self.rank_overlap = RankOverlap(
-                self.src.mesh, self.src.shape, largest, self.sizes.stops
-            )
-        return self.rank_overlap
+            self.rank_overlaps[key] = RankOverlap(mesh, shape, largest, self.sizes.stops, key)
+        return self.rank_overlaps[key]
 
     def exchange_traffic(
         self,
@@ -339,7 +344,8 @@ class SearchProblem:
         )
         holders //= self.num_ranks(tuple(sliced))
         ends = _dim_shards(before), _dim_shards(after), self.itemsize
-        return self.overlap().exchange_traffic(*ends, reduced_ranks, needers, holders, converted)
+        overlap = self.overlap(MAX_EXACT_RANKS)
+        return overlap.exchange_traffic(*ends, reduced_ranks, needers, holders, converted)
 
     def permute_signature(self, layout: SearchLayout) -> object:
         """Return what a permutation of devices keeps, including the sizes of the shards."""
@@ -446,10 +452,11 @@ class SearchProblem:
         after: SearchLayout,
         reduced_ranks: int,
         within: Collection[str] = (),
+        max_ranks: int = MAX_RANKS,
     ) -> int:
         """Return the elements that some rank must receive between layouts of any sizes."""
         have, need = _dim_shards(before), _dim_shards(after)
-        return self.overlap().max_lack(have, need, reduced_ranks, within)
+        return self.overlap(max_ranks).max_lack(have, need, reduced_ranks, within)
 
     def _reduction_elements(self, needed: int, within: frozenset[str], reduced: Axes) -> int:
         """Return the elements received to reduce over `reduced` if a rank needs `needed`."""

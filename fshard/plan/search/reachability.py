@@ -2,7 +2,8 @@
 
 A step changes the states of axes, and its type fixes from which to which. A permutation of devices
 exchanges axes of equally many devices. If no step leads out of a set of states, the devices along
-the axes in these states never become fewer: a goal that has fewer is unreachable.
+the axes in these states never become fewer: a goal that has fewer is unreachable. Axes that shard
+different dims are in different states.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from fshard.program.steps import (
     AllGather,
     AllReduce,
     AllSlice,
+    AllToAll,
     Exchange,
     InvariantToReduced,
     ReducedToInvariant,
@@ -28,11 +30,12 @@ TRANSITIONS = {
     AllGather: ("sharded invariant", "sharded reduced"),
     AllSlice: ("invariant sharded", "reduced sharded"),
     AllReduce: ("unreduced invariant", "unreduced reduced"),
+    AllToAll: ("sharded sharded",),
     ReduceScatter: ("unreduced sharded",),
     Exchange: (
-        "sharded invariant", "sharded reduced", "sharded unreduced", "invariant sharded",
-        "invariant reduced", "unreduced sharded", "unreduced invariant", "unreduced reduced",
-        "reduced sharded",
+        "sharded invariant", "sharded reduced", "sharded unreduced", "sharded sharded",
+        "invariant sharded", "invariant reduced", "unreduced sharded", "unreduced invariant",
+        "unreduced reduced", "reduced sharded",
     ),
     InvariantToReduced: ("invariant reduced",),
     ReducedToInvariant: ("reduced invariant",),
@@ -40,8 +43,6 @@ TRANSITIONS = {
     ShardedToUnreduced: ("sharded unreduced", "reduced sharded"),
 }  # fmt: skip
 """State before and after, by step type; types that are not listed keep the states of axes."""
-
-STATES = ("sharded", "invariant", "reduced", "unreduced")
 
 
 def is_unreachable(src: Spec, dst: Spec, exclude: Collection[type]) -> bool:
@@ -67,18 +68,26 @@ def is_unreachable(src: Spec, dst: Spec, exclude: Collection[type]) -> bool:
         if sums or new != "unreduced"
     ]
     before, after = _devices_by_state(src), _devices_by_state(dst)
-    for states in subsets(STATES):
-        have, need = (math.prod(end[state] for state in states) for end in (before, after))
-        if need < have and all(new in states for old, new in allowed if old in states):
+    for states in subsets([state for state, n in before.items() if n > 1]):
+        reached, found = {*states}, {*states}
+        while found:
+            found = {b for a in found for b in after if (_kind(a), _kind(b)) in allowed} - reached
+            reached |= found
+        if math.prod(after[s] for s in reached) < math.prod(before[s] for s in reached):
             return True
     return False
 
 
+def _kind(state: str) -> str:
+    """Return the state without the dim."""
+    return state.split()[0]
+
+
 def _devices_by_state(spec: Spec) -> dict[str, int]:
-    """Return the number of devices along the axes in each state."""
+    """Return the number of devices along the axes in each state, "sharded 0" that of dim 0."""
     p, axis_size = spec.partition, spec.mesh.axis_size
     devices = {
-        "sharded": spec.num_shards,
+        **{f"sharded {dim}": spec.dim_shards(dim) for dim in range(spec.ndim)},
         "reduced": axis_size(tuple(p.reduced)),
         "unreduced": axis_size(tuple(p.unreduced)),
     }

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from functools import lru_cache
 
@@ -54,14 +55,15 @@ class RankOverlap:
         shape: Sequence[int],
         always: Iterable[int] = (),
         stops_of: Callable[[tuple[int, ...]], Sequence[int]] = shard_stops,
+        max_ranks: int = MAX_RANKS,
     ) -> None:
-        """Choose the ranks: all of a small mesh; of a large one some, and those at `always`.
+        """Choose the ranks: all of at most `max_ranks`, or a sample and those at `always`.
 
         `stops_of` is `shard_stops`, or remembers its results.
         """
         self.mesh = mesh
         self.shape = shape
-        self.complete = mesh.size <= MAX_RANKS
+        self.complete = mesh.size <= max_ranks
         stride = 1 if self.complete else (mesh.size // MAX_RANKS) | 1
         ranks = sorted({*range(0, mesh.size, stride), *always})
         self.coords: dict[str, list[int]] = {}
@@ -93,7 +95,9 @@ class RankOverlap:
         """
         needs, holds = self.numels(need), self.holds(have, need)
         if not within:
-            return max([num_partials * a - b for a, b in zip(needs, holds, strict=True)])
+            needs = [num_partials * a for a in needs] if num_partials > 1 else needs
+            lack: int = max(map(operator.sub, needs, holds))
+            return lack
         if not self.complete:
             return 0
         outside = [axis for axis in self.coords if axis not in within]
@@ -187,7 +191,7 @@ class RankOverlap:
             for dim, sharding in enumerate(layout):
                 if sharding[0]:
                     widths = [high - low for low, high in self.intervals(dim, sharding)]
-                    counts = [a * b for a, b in zip(counts, widths, strict=True)]
+                    counts = [*map(operator.mul, counts, widths)]
             self._numels[layout] = counts
         return counts
 
@@ -207,7 +211,7 @@ class RankOverlap:
                 ends = zip(*(self.intervals(dim, sharding) for sharding in pair), strict=True)
                 factor = [max(0, min(b, d) - max(a, c)) for (a, b), (c, d) in ends]
                 self._dim_holds[dim, *pair] = factor
-            counts = [a * b for a, b in zip(counts, factor, strict=True)]
+            counts = [*map(operator.mul, counts, factor)]
         self._holds[have, need] = counts
         return counts
 

@@ -23,11 +23,14 @@ from fshard.plan.search.reachability import TRANSITIONS, is_unreachable
 from fshard.plan.search.search_layout import SearchLayout
 from fshard.plan.search.size_tables import shared_size_tables
 from fshard.program.cost.topology import Topology
+from fshard.program.cost.traffic import max_local_nbytes
 from fshard.program.infer import infer
 from fshard.program.steps import (
     AllGather,
     AllReduce,
     AllSlice,
+    AllToAll,
+    CollectivePermute,
     Exchange,
     ReducedToInvariant,
     ReduceScatter,
@@ -109,6 +112,7 @@ def test_bounds_of_uneven_shards_never_exceed_the_remaining_cost(
     [
         ("f32[12@x]", "f32[12]", None, (AllGather, ShardedToUnreduced, Exchange)),
         ("f32[12@y]", "f32[12@x]", None, (AllGather, ShardedToUnreduced, Exchange)),
+        ("f32[12@x,12]", "f32[12,12@x]", None, (AllGather, AllToAll, Exchange)),
         ("f32[12]{unreduced: x}", "f32[12@x]", None, (AllReduce, ReduceScatter, Exchange)),
         ("f32[12]{reduced: x}", "f32[12]", None, (ReducedToInvariant, ReplicatedToUnreduced,
                                                   AllSlice, ShardedToUnreduced, Exchange)),
@@ -127,6 +131,33 @@ def test_unreachable_goals_are_rejected_without_a_search(
     monkeypatch.setattr(CollectiveEdges, "of", lambda *_: pytest.fail("a search"))
     ends = parse(src, SMALL), parse(dst, SMALL)
     assert search(*ends, Topology.node(), memory, frozenset(exclude)) is None
+
+
+def test_searches_that_cannot_end_look_at_each_layout_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched = list[tuple[bool, SearchLayout]]()
+
+    def record(self: CollectiveEdges, layout: SearchLayout) -> Iterator[Edge]:
+        searched.append((self.direct, layout))
+        return edges(self, layout)
+
+    edges = CollectiveEdges.of
+    monkeypatch.setattr(CollectiveEdges, "of", record)
+    mesh = Mesh(a=2, b=2, c=2, d=2)
+    src, dst = (parse(f"f32[17@({axes}):chunk]", mesh) for axes in ("b,a,c", "d"))
+    excluded = frozenset([Exchange, AllToAll, CollectivePermute])
+    assert search(src, dst, Topology.node(), max_local_nbytes(dst), excluded) is None
+    assert len(searched) == len(set(searched)) > 0
+
+
+def test_orders_of_axes_are_permuted_once() -> None:
+    mesh = Mesh(x=2, y=2, z=2)
+    src, goal = (parse(f"f32[16@({axes})]", mesh) for axes in ("x,y,z", "z"))
+    problem = SearchProblem(src, goal, Topology.node(), None, frozenset([Exchange, AllToAll]))
+    edges = CollectiveEdges(problem, direct=False)
+    _, step, after = next(edges.permutations(problem.start))
+    assert len([*edges.reordered(problem.start)]) == math.factorial(3)
+    edges.previous = {after: (problem.start, step)}
+    assert not [*edges.reordered(after)]
 
 
 def test_steps_that_cost_enough_end_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
