@@ -247,15 +247,22 @@ def tensordot_into(
     >>> out = torch.empty(2, 5)
     >>> product(torch.ones(2, 3, 4), torch.ones(3, 4, 5), [1, 2], [0, 1], out=out) is out, out[0]
     (True, tensor([12., 12., 12., 12., 12.]))
+    >>> product = tensordot_into((2, 3), (1, 5), [1], [0])  # a dim of size 1 is broadcast
+    >>> product(torch.ones(2, 3), torch.ones(1, 5), out=out)[0]
+    tensor([3., 3., 3., 3., 3.])
     """
     summed_x, summed_y = [i % len(shape_x) for i in dims_x], [i % len(shape_y) for i in dims_y]
     rows = [i for i in range(len(shape_x)) if i not in summed_x]
     columns = [i for i in range(len(shape_y)) if i not in summed_y]
     order_x, order_y = rows + summed_x, summed_y + columns
-    m, k = math.prod(shape_x[i] for i in rows), math.prod(shape_x[i] for i in summed_x)
-    n = math.prod(shape_y[i] for i in columns)
+    pairs = [*zip(summed_x, summed_y, strict=True)]
+    broadcast = [(i, j) for i, j in pairs if shape_x[i] != shape_y[j]]  # one is of size 1
+    m, n = (math.prod(z[i] for i in kept) for z, kept in ((shape_x, rows), (shape_y, columns)))
+    k = math.prod(min(shape_x[i], shape_y[j]) for i, j in pairs)
 
     def run(x: torch.Tensor, y: torch.Tensor, *_: object, out: torch.Tensor) -> torch.Tensor:
+        for i, j in broadcast:
+            x, y = x.sum(i, True, dtype=x.dtype), y.sum(j, True, dtype=y.dtype)
         x, y = x.permute(order_x).reshape(m, k), y.permute(order_y).reshape(k, n)
         torch.mm(x, y, out=out.view(m, n))
         return out
