@@ -28,7 +28,7 @@ from fshard.partition import ir
 from fshard.partition.execution import run_lines
 from fshard.partition.execution.destinations import (
     reduced_in_place,
-    without_double_transposes,
+    without_identities,
     written_in_place,
 )
 from fshard.partition.execution.recomputation import RematerializedLines
@@ -147,7 +147,7 @@ class PartitionedCall:
             return self.schedule
         if not self._in_place:
             outputs = [out for out in self._outputs if type(out) is int]
-            lines = without_double_transposes(self.schedule, outputs)
+            lines = without_identities(self.schedule, outputs)
             lines = written_in_place(lines, outputs)
             self._in_place[:] = reduced_in_place(lines, outputs, self.device)
         return self._in_place

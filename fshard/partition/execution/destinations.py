@@ -22,6 +22,7 @@ from fshard.partition.ir import (
     Line,
     Operation,
     Pick,
+    Redistribution,
     Ref,
     Write,
     aliases_of,
@@ -30,13 +31,17 @@ from fshard.partition.ir import (
 )
 from fshard.plan.batch.coalesce import is_large_all_reduce
 from fshard.program.program import Program
-from fshard.program.steps import AllReduce
+from fshard.program.steps import AllReduce, InvariantToReduced, ReducedToInvariant
+from fshard.run.collective import unchanged
+from fshard.run.interpreter import stages
 
+DETACH = torch.ops.aten.detach.default
 TRANSPOSE = torch.ops.aten.t.default
 COPY = torch.ops.aten.copy.default
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.tensordot.default)
 NEW_RESULTS = (*PRODUCTS, torch.ops.aten.matmul.default, torch.ops.aten.linear.default)
 """Products whose results have memory of their own."""
+CASTS = {InvariantToReduced, ReducedToInvariant}
 
 
 def written_in_place(lines: Sequence[Line], outputs: Collection[int]) -> list[Line]:
@@ -82,8 +87,11 @@ def written_in_place(lines: Sequence[Line], outputs: Collection[int]) -> list[Li
     return [*result.values()]
 
 
-def without_double_transposes(lines: Sequence[Line], outputs: Collection[int]) -> list[Line]:
-    """Return lines without transposes of transposes: the gradients of `x @ w.t()` are traced so.
+def without_identities(lines: Sequence[Line], outputs: Collection[int]) -> list[Line]:
+    """Return lines without those that return what another value is.
+
+    They are `detach`, casts between invariant and reduced, and transposes of transposes, as the
+    gradients of `x @ w.t()` are traced.
 
     Args:
         lines: the lines of a call without gradient, in the order of execution.
@@ -95,13 +103,19 @@ def without_double_transposes(lines: Sequence[Line], outputs: Collection[int]) -
     for line in lines:
         if not same.keys().isdisjoint(operands_of(line)):
             line = map_references(line, lambda ref: same.get(ref.value, ref))  # noqa: PLW2901
-        if isinstance(line, Operation) and line.strategy.call.op is TRANSPOSE:
-            operand = line.args[0]
-            if operand.value in operands and line.out not in outputs:
-                same[line.out] = operands[operand.value]
-                continue
-            operands[line.out] = operand
-        result.append(line)
+        operand: Ref | None = None
+        match line:
+            case Redistribution() if _changes_nothing(line.program):
+                operand = line.source
+            case Operation() if line.strategy.call.op is DETACH:
+                operand = line.args[0]
+            case Operation() if line.strategy.call.op is TRANSPOSE:
+                operand = operands.get(line.args[0].value)
+                operands[line.out] = line.args[0]
+        if operand is not None and line.out not in outputs:  # type: ignore[union-attr]
+            same[line.out] = operand  # type: ignore[union-attr]
+        else:
+            result.append(line)
     used = {*outputs, *(value for line in result for value in operands_of(line))}
     unused = operands.keys() - used
     return [line for line in result if getattr(line, "out", None) not in unused]
@@ -151,6 +165,12 @@ def reduced_in_place(
             line, owned=tuple(sorted([*owned, *small])), buffered=tuple(small), buffer=buffer
         )
     return [x for index, line in enumerate(result) for x in (*before[index], line)]
+
+
+def _changes_nothing(prog: Program) -> bool:
+    """Return True for a program of casts whose result is the local itself, on every rank."""
+    is_cast = {*map(type, prog.steps)} <= CASTS
+    return is_cast and all(stage is unchanged for stage in stages(prog, prog.src.mesh.ranks[0]))
 
 
 def _is_all_reduce(prog: Program) -> bool:

@@ -56,8 +56,6 @@ from fshard.partition.ir import (
 from fshard.run.autograd.linear_function import FinishAll
 from fshard.run.autograd.overlapped import launch_programs
 from fshard.run.autograd.replicate import replicate_shards
-from fshard.run.collective import unchanged
-from fshard.run.interpreter import stages
 from fshard.run.transports.base import is_observed
 from fshard.run.transports.running_modules import as_in_module
 
@@ -172,9 +170,6 @@ def rank_graph(
             root.register_buffer(f"constant{line.out}", line.tensor)
             env[line.out] = graph.get_attr(f"constant{line.out}")
             continue
-        if isinstance(line, Redistribution) and _is_no_op(line, rank) and line.out not in outputs:
-            env[line.out] = env[line.source.value]
-            continue
         target, args, kwargs = _call_of(line, rank)
         nodes = map_call(args, kwargs, Ref, lambda ref: env[ref.value])
         named = target.__name__ if isinstance(target, _NamedFunction) else None
@@ -186,11 +181,6 @@ def rank_graph(
             env[line.out] = node
     graph.output(tuple(None if value is None else env[value] for value in outputs))
     return fx.GraphModule(root, graph, "partitioned")
-
-
-def _is_no_op(line: Redistribution, rank: int) -> bool:
-    """Return True if a redistribution without gradient returns a rank's local as it is."""
-    return not line.grad and all(stage is unchanged for stage in stages(line.program, rank))
 
 
 def _call_of(line: Line, rank: int) -> tuple[Any, Sequence[Any], Mapping[str, Any]]:

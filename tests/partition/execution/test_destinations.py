@@ -150,6 +150,13 @@ def products_with_grad_mode(a: Tensor, b: Tensor, x: Tensor) -> None:
         b.sub_(new_b)
 
 
+def imperative(a: Tensor, b: Tensor, x: Tensor) -> None:
+    grads = torch.autograd.grad((x @ a @ b.t()).square().sum(), [a, b])
+    with torch.no_grad():
+        for param, grad in zip((a, b), grads, strict=True):
+            param.sub_(grad, alpha=0.1)
+
+
 def checkpointed(a: Tensor, b: Tensor, x: Tensor) -> None:
     layer = lambda x, w: (x @ w.t()).sin()  # noqa: E731
     b.add_(checkpoint(layer, x, a.t().t(), use_reentrant=False).sum(0))
@@ -166,15 +173,18 @@ def functions_on_a_rank() -> list[tuple[Any, Any]]:
     fs.init(mesh)
     for fn, width, weights in [
         (products, 4, P()), (products_with_grad_mode, 4, P()), (checkpointed, 4, P()),
-        (large_views, 1024, P(unreduced="x")),
+        (imperative, 4, P()), (large_views, 1024, P(unreduced="x")),
     ]:  # fmt: skip
         args = [torch.randn(n, width, dtype=torch.float64) for n in (width, width, 4)]
         specs = weights, weights, P("x")
         pairs = [fs.shard(x, fs.Spec(mesh, spec, shape=x.shape, dtype=x.dtype))
                  for x, spec in zip(args, specs, strict=True)]  # fmt: skip
         for tensor in (*args[:2], *(pair.local for pair in pairs[:2])):
-            tensor.requires_grad_(fn is products_with_grad_mode)
+            tensor.requires_grad_(fn in (products_with_grad_mode, imperative))
         part = fs.partition(fn, mesh=mesh, in_specs=specs)
+        if fn is imperative:
+            lines = part.trace(*pairs)._rank_lines
+            assert sum(isinstance(x, Operation) and x.into is not None for x in lines) == 4
         rows += [([fs.unshard(y) for y in part(*pairs) or ()], [*(fn(*args) or ())])
                  for _ in range(2)]  # fmt: skip
         rows.append(([fs.unshard(pair).detach() for pair in pairs], [x.detach() for x in args]))
