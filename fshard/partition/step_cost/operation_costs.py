@@ -77,11 +77,15 @@ def operation_cost(
     >>> x, w = torch.empty(4, 8), torch.empty(8, 2)
     >>> operation_cost(aten.mm.default, (x, w), {}, x @ w)
     OperationCost(flops=128, nbytes=224, dtype=torch.float32, is_product=True)
+    >>> y = torch.empty(4, 2)
+    >>> operation_cost(aten.mm.out, (x, w), {"out": y}, y).nbytes
+    224
     >>> operation_cost(aten.t.default, (x,), {}, x.t()) is None
     True
     """
     packet = getattr(op, "overloadpacket", op)
-    results, operands = [*tensors_in(out)], [*tensors_in((args, kwargs))]
+    read_kwargs = {name: x for name, x in kwargs.items() if name != "out"}
+    results, operands = [*tensors_in(out)], [*tensors_in((args, read_kwargs))]
     if packet in EMPTY or _is_view(op):
         return None
     results = results or _written(op, args)
