@@ -254,11 +254,9 @@ class FlatBuffer:
             and self._storage.nbytes() == self.flat.nbytes
         )
 
-    def fits(self, xs: Sequence[torch.Tensor]) -> bool:
+    def fits(self, shapes: Shapes, dtype: torch.dtype) -> bool:
         """Return True if the buffer was made for tensors like these."""
-        return self.flat.dtype == xs[0].dtype and all(
-            [view.shape == x.shape for view, x in zip(self.views, xs, strict=True)]  # noqa: C419
-        )
+        return self.flat.dtype == dtype and [view.shape for view in self.views] == [*shapes]
 
     def parts(self) -> list[torch.Tensor]:
         """Return new tensors of the parts of the memory, which are not views for autograd."""
@@ -269,6 +267,16 @@ MAX_KEPT = 32
 """Most lists whose buffers are kept, for sizes that change at each step."""
 _KEPT: OrderedDict[int, list[FlatBuffer]] = OrderedDict()
 """Lists of buffers by their identities, the list used last at the end."""
+
+
+def take_buffer(
+    buffers: list[FlatBuffer], shapes: Shapes, dtype: torch.dtype, device: torch.device
+) -> FlatBuffer:
+    """Return the buffer of a list if it is free and fits, else a new one."""
+    buffer = buffers.pop() if buffers else None
+    if buffer is None or not (buffer.is_free() and buffer.fits(shapes, dtype)):
+        buffer = FlatBuffer(shapes, dtype, device)
+    return buffer
 
 
 def keep_buffer(buffers: list[FlatBuffer], buffer: FlatBuffer) -> None:
@@ -299,9 +307,7 @@ class BufferPool:
         keeps = not torch.is_inference_mode_enabled() and current_dispatch_mode() is None
         if self.args[2].type != "cpu" or not keeps:
             return adjacent_tensors(*self.args)[1]
-        buffer = self.buffers.pop() if self.buffers else None
-        if buffer is None or not buffer.is_free():
-            buffer = FlatBuffer(*self.args)
+        buffer = take_buffer(self.buffers, *self.args)
         parts = buffer.parts()
         keep_buffer(self.buffers, buffer)
         return parts

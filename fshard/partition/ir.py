@@ -258,7 +258,7 @@ class LaunchBatch:
     grad: bool
     waits: bool = False
     module: str = ""
-    owned: tuple[int, ...] = ()
+    owned: frozenset[int] = frozenset()
     buffered: tuple[int, ...] = ()
     buffer: Ref | None = None
 

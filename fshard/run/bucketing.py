@@ -22,6 +22,7 @@ from fshard._torch.memory import (
     joined,
     keep_buffer,
     storage_address,
+    take_buffer,
 )
 from fshard._torch.modes import current_dispatch_mode
 from fshard._util.cache import CACHE_SIZE
@@ -320,10 +321,8 @@ def _all_reduce(
     if not (owned and _can_be_kept(payloads)):
         result = transport.all_reduce(flatten_all(payloads), reduction, group, owned=owned)
         return lambda: torch.split_with_sizes(result(), lengths)
-    buffer = plan.buffers.pop() if plan.buffers else None
-    if buffer is None or not (buffer.is_free() and buffer.fits(payloads)):
-        shapes = [tuple(x.shape) for x in payloads]
-        buffer = FlatBuffer(shapes, payloads[0].dtype, payloads[0].device)
+    shapes = [x.shape for x in payloads]
+    buffer = take_buffer(plan.buffers, shapes, payloads[0].dtype, payloads[0].device)
     copy_all(buffer.views, payloads)
     finish = transport.all_reduce(buffer.flat, reduction, group, owned=True)
 

@@ -152,7 +152,7 @@ def reduced_in_place(
         rows = [(own[source.value], i) for i in small if (source := line.sources[i]).value in own]
         products = [(*row, i) for row, i in rows if _is_product(row[1])]
         if not products:
-            result[index] = replace(line, owned=tuple(owned))
+            result[index] = replace(line, owned=frozenset(owned))
             continue
         buffer = Ref(next(new_values))
         specs = tuple(line.programs[i].src for i in small)
@@ -162,7 +162,7 @@ def reduced_in_place(
             before[place].append(Pick(part.value, buffer, small.index(i)))
             result[place] = replace(product, into=part)
         result[index] = replace(
-            line, owned=tuple(sorted([*owned, *small])), buffered=tuple(small), buffer=buffer
+            line, owned=frozenset([*owned, *small]), buffered=tuple(small), buffer=buffer
         )
     return [x for index, line in enumerate(result) for x in (*before[index], line)]
 

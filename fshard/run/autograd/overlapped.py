@@ -8,7 +8,7 @@ is waited for late in the backward pass; operations between the two are differen
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from itertools import compress
 from typing import Any, cast
@@ -39,7 +39,7 @@ Gradients = tuple[torch.Tensor | None, ...]
 
 def launch_programs(
     op: ProgramGroup, xs: Tensors, on_shards: bool, *, waits: bool = False,
-    owned: tuple[int, ...] = (),
+    owned: Collection[int] = (),
 ) -> FinishAll:  # fmt: skip
     """Launch linear programs differentiably; return the call that waits for their results.
 
@@ -74,7 +74,7 @@ def launch_programs(
 
 
 def _launch(
-    op: ProgramGroup, xs: Tensors, on_shards: bool, owned: tuple[int, ...] = ()
+    op: ProgramGroup, xs: Tensors, on_shards: bool, owned: Collection[int] = ()
 ) -> FinishAll:
     """Launch programs without a gradient; a simulation runs them at once."""
     if on_shards:
