@@ -25,9 +25,9 @@ from fshard._torch.process_groups import call_below_autograd, resolve_group
 from fshard._util.cache import BoundedDict
 from fshard._util.errors import ShardingError
 from fshard.layout.tree import tensors_in
-from fshard.run.transports.base import LABEL, Event, Label, ObservedCall, observe_only
+from fshard.run.transports.base import LABEL, Label, ObservedCall, observe_only
 from fshard.run.transports.divergence_report import lost
-from fshard.run.transports.observed_calls import LastCall
+from fshard.run.transports.observed_calls import ObservedLaunch
 from fshard.run.transports.reduce_dtypes import TensorFunction
 from fshard.run.transports.shape_only import meta_as_real
 
@@ -273,9 +273,7 @@ class Recording:
         is_linear: whether all operations are.
         is_identity: whether there are none.
         out: a meta tensor like the result.
-        label: the label of the call.
-        events: the collectives, for observers, by the phase in which it runs.
-        last: the last call that observers saw.
+        launch: its collectives and the label of the call, for observers.
     """
 
     function: TensorFunction
@@ -285,9 +283,7 @@ class Recording:
     is_linear: bool
     is_identity: bool
     out: torch.Tensor
-    label: Label | None
-    events: dict[str, tuple[Event, ...]]
-    last: LastCall | None = None
+    launch: ObservedLaunch
     _transposed: Recording | None = None
 
     @property
@@ -371,6 +367,10 @@ def record(
         return None
     if any(map(compiler.reads_unknown, needed)):
         return None
+    events = {
+        phase: tuple(event._replace(phase=phase) for call in calls for event in call.events)
+        for phase in ("forward", "backward")
+    }
     return Recording(
         function,
         transpose,
@@ -378,9 +378,5 @@ def record(
         is_linear=all(op.is_linear for op in needed),
         is_identity=not needed and y.shape == like.shape,
         out=torch.empty(y.shape, dtype=y.dtype, device="meta"),
-        label=next((call.label for call in calls), label),
-        events={
-            phase: tuple(event._replace(phase=phase) for call in calls for event in call.events)
-            for phase in ("forward", "backward")
-        },
+        launch=ObservedLaunch(events, next((call.label for call in calls), label)),
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
@@ -43,8 +43,8 @@ from fshard.program.steps import (
     Step,
 )
 from fshard.run.packing import Combine, Source, arrives_in_order, packer, unpacker
-from fshard.run.transports.base import Finish, Group, Parts, Transport
-from fshard.run.transports.observed_calls import notify
+from fshard.run.transports.base import OBSERVERS, Finish, Group, Parts, Transport
+from fshard.run.transports.observed_calls import ObservedLaunch, launch_of, notify
 from fshard.run.transports.reduce_dtypes import TensorFunction, over
 
 UNCHANGED = Combine()
@@ -74,6 +74,7 @@ class Wire:
         group: the ranks that take part.
         sent: elements that leave this rank.
         reduction: "sum", "avg", "max", "min" or "product" for the two that reduce.
+        launches: its launches by dtype, for observers.
     """
 
     op: Literal["all_gather", "all_reduce", "reduce_scatter", "all_to_all"]
@@ -86,6 +87,19 @@ class Wire:
     reduction: str = "sum"
     send: tuple[int, ...] = ()
     receive: tuple[int, ...] = ()
+    launches: dict[torch.dtype, ObservedLaunch] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+
+
+def observed_launch(wire: Wire, payload: torch.Tensor, rank: int) -> ObservedLaunch:
+    """Return the launch of a wire of a rank, for observers."""
+    launch = wire.launches.get(payload.dtype)
+    if launch is None:
+        nbytes = wire.sent * payload.element_size()
+        launch = launch_of(wire.name, wire.axes, nbytes, rank, payload.dtype)
+        wire.launches[payload.dtype] = launch
+    return launch
 
 
 def launch_wire(
@@ -96,7 +110,9 @@ def launch_wire(
     A local that is `owned` may be written: no one else has its memory.
     """
     payload = wire.pack(x)
-    notify(wire.name, wire.axes, wire.sent * payload.element_size(), transport.rank, payload.dtype)
+    if OBSERVERS.get():
+        known = wire.launches.get(payload.dtype)  # without a call of Python's: see `notify`
+        notify(known or observed_launch(wire, payload, transport.rank))
     moved: Callable[[], Parts]
     match wire.op:
         case "all_gather":

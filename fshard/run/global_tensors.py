@@ -32,6 +32,7 @@ from fshard.run.execute import Pending, check_shards, run_typed_hook
 from fshard.run.from_local import Header, sent_header
 from fshard.run.graphs.graph_node import graph_node
 from fshard.run.transports.base import (
+    OBSERVERS,
     Label,
     Transport,
     backward_phase,
@@ -39,7 +40,7 @@ from fshard.run.transports.base import (
     labelled,
     warn_alone,
 )
-from fshard.run.transports.observed_calls import notify
+from fshard.run.transports.observed_calls import launch_of, notify
 from fshard.run.transports.reduce_dtypes import neutral_like, over
 
 T = TypeVar("T")
@@ -413,7 +414,8 @@ def _send_shards(
         flat, send = torch.cat(parts).to(device), sizes
     sent = (sum(send) - send[index]) * spec.dtype.itemsize
     with labelled(Label("fs.scatter", spec.mesh, arguments=f"({spec}, src={src})")):
-        notify("scatter", spec.mesh.axes, sent, transport.rank, spec.dtype)
+        if OBSERVERS.get():
+            notify(launch_of("scatter", spec.mesh.axes, sent, transport.rank, spec.dtype))
         received = transport.all_to_all(flat, send, receive, group)()
     kind = _neutral_kind(spec, transport.rank)
     if kind is not None:

@@ -38,9 +38,9 @@ from fshard.program.steps import (
     ShardedToUnreduced,
     Step,
 )
-from fshard.run.collective import Wire, exchange, launch_wire, unchanged, wire_of
+from fshard.run.collective import Wire, exchange, launch_wire, observed_launch, unchanged, wire_of
 from fshard.run.halo import halo
-from fshard.run.transports.base import Finish, Group, Label, Transport
+from fshard.run.transports.base import OBSERVERS, Finish, Group, Label, Transport
 from fshard.run.transports.observed_calls import notify
 from fshard.run.transports.reduce_dtypes import TensorFunction, as_dtype, neutral_like, over, times
 from fshard.run.transports.simulator import own_result, results_of
@@ -102,8 +102,8 @@ def run_on_shards(
         for rank, stage, x in zip(mesh.ranks, step_stages, xs, strict=True):
             if isinstance(stage, Wire):
                 payloads[rank] = payload = stage.pack(x)
-                sent = stage.sent * payload.element_size()
-                notify(stage.name, stage.axes, sent, rank, payload.dtype)
+                if OBSERVERS.get():
+                    notify(observed_launch(stage, payload, rank))
         moved: dict[int, torch.Tensor] = {}
         with torch.no_grad():
             for group, wire, splits in calls:

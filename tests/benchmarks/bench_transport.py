@@ -7,13 +7,15 @@ contenders run in each round, so that a busy machine slows all of them.
 
 A second table is of `fs.comm_log`: the CPU time of the first rank's thread in one collective, with
 no log and within one, on gloo ranks, on a rank of PyTorch's fake backend (which sends nothing) and
-on simulated ranks. Rounds alternate; the figures are of their fastest tenth. `forward, backward` is
-a collective and its transpose.
+on simulated ranks, whose threads share one core: if the system moves them, the caches of its cores
+take as long as a collective. Rounds alternate; the figures are of their fastest tenth.
+`forward, backward` is a collective and its transpose.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import os
 import statistics
 import time
 import warnings
@@ -128,7 +130,9 @@ def logged(transport: str) -> dict[tuple[str, str], list[float]]:
     if transport == "fake":
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     mesh, results = Mesh(x=RANKS), dict[tuple[str, str], list[float]]()
-    if transport != "simulated":
+    if transport == "simulated":
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    else:
         fs.init(mesh)
 
     def body(x: torch.Tensor) -> torch.Tensor:
@@ -173,13 +177,10 @@ def print_logged(console: Console) -> None:
     table = Table(title="CPU µs of a rank's thread in one collective")
     for head in ("ranks", "", "", "no log", "fs.comm_log", "ratio", "difference"):
         table.add_column(head, justify="right" if head not in ("ranks", "") else "left")
-    process = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
-    rows = {
-        "gloo": run_ranks(RANKS, logged, "gloo", timeout=600)[0],
-        "fake": process.submit(logged, "fake").result(),
-        "simulated": logged("simulated"),
-    }
-    process.shutdown()
+    rows = {"gloo": run_ranks(RANKS, logged, "gloo", timeout=600)[0]}
+    for transport in ("fake", "simulated"):
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+            rows[transport] = process.submit(logged, transport).result()
     for ranks, results in rows.items():
         for (name, kind), (off, on) in results.items():
             cells = f"{off:.1f}", f"{on:.1f}", f"{on / off:.2f}", f"{on - off:.1f}"

@@ -23,7 +23,7 @@ from fshard.run.transports.base import (
 )
 from fshard.run.transports.divergence_report import backward_label
 from fshard.run.transports.observed_calls import (
-    notify_call,
+    notify,
     notify_transposed,
     transposed_label,
 )
@@ -44,11 +44,11 @@ def replay(recordings: Sequence[Recording], xs: Sequence[torch.Tensor]) -> Seque
     if OBSERVERS.get():
         frame, calls = sys._getframe(2), []
         for recording in recordings:
-            calls.append(notify_call(recording, frame))
+            calls.append(notify(recording.launch, frame))
     if torch.is_grad_enabled() and any([x.requires_grad for x in xs]):  # noqa: C419 - one frame
         frame, labels = sys._getframe(2), []
         for recording in recordings:
-            labels.append(backward_label(recording.label, frame))  # noqa: PERF401
+            labels.append(backward_label(recording.launch.label, frame))  # noqa: PERF401
         results: Sequence[torch.Tensor] = _Replay.apply(recordings, calls, labels, *xs)  # type: ignore[no-untyped-call]
         return results
     return _run_together(recordings, calls, xs)
@@ -131,7 +131,7 @@ def _transposed(
             return replay((transposed,), (grad,))[0]
     running = transposed.start(grad)
     if OBSERVERS.get():
-        observed = notify_transposed(transposed, call)
+        observed = notify_transposed(transposed.launch, call)
         if num_dispatch_modes():
             running = _labelled(observed.label, running)
     next(running)

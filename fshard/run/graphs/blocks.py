@@ -20,8 +20,8 @@ from fshard._torch.symbolic_numbers import has_symbolic_sizes
 from fshard.program.program import Program
 from fshard.run.collective import Wire
 from fshard.run.interpreter import stages
-from fshard.run.transports.base import Finish, Transport, stacked
-from fshard.run.transports.observed_calls import notify
+from fshard.run.transports.base import OBSERVERS, Finish, Transport, stacked
+from fshard.run.transports.observed_calls import launch_of, notify
 
 Sizes = Sequence[int]
 """Sizes of dims, integers or symbols."""
@@ -94,7 +94,9 @@ def _launch_wire(wire: Wire, x: torch.Tensor, sizes: Sizes, transport: Transport
     """Launch a collective on blocks; see `launch_wire`."""
     payload = _on_blocks(wire.pack, sizes)(x)
     shape, size = payload.shape, math.prod(sizes)
-    notify(wire.name, wire.axes, wire.sent * size * x.element_size(), transport.rank)
+    if OBSERVERS.get():
+        sent = wire.sent * size * x.element_size()
+        notify(launch_of(wire.name, wire.axes, sent, transport.rank))
     moved: Callable[[], Any]
     match wire.op:
         case "all_gather":

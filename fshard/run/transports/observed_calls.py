@@ -7,7 +7,6 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import CodeType, FrameType
-from typing import Protocol
 
 import torch
 
@@ -48,25 +47,14 @@ class LastCall:
     phase: str
 
 
-class ObservedLaunch(Protocol):
+@dataclass(slots=True, eq=False)
+class ObservedLaunch:
     """Collectives that are launched together; launches are equal if they are the same object.
 
     Attributes:
         events: the collectives, by the phase in which they run.
         label: the label of the call, if none is set while they run.
         last: the call that was observed last: a loop launches from one line.
-    """
-
-    events: dict[str, tuple[Event, ...]]
-    label: Label | None
-    last: LastCall | None
-
-
-@dataclass(slots=True, eq=False)
-class _SingleLaunch:
-    """Launch of one collective.
-
-    Attributes:
         entry: the outermost function of fshard in the last call, the number of frames from it to
             that of `notify`, and the label of the call: calls of one label nest no others.
     """
@@ -77,42 +65,56 @@ class _SingleLaunch:
     entry: tuple[CodeType | None, int, Label | None] = None, 0, None
 
 
-def notify(
-    op: str, axes: tuple[str, ...], nbytes: int, rank: int, dtype: torch.dtype | None = None
-) -> None:  # fmt: skip
-    """Call all observers for one collective.
-
-    The user's frame is the caller of fshard's outermost function, which is where it was in the last
-    call: frames within it are passed over, whose objects cost half a microsecond each.
-    """
-    if not OBSERVERS.get():
-        return
-    launch, label = _single_launch(op, axes, nbytes, rank, dtype), LABEL.get()
-    if label is not None and label.line:  # it says where the call was made
-        notify_call(launch, None)
-        return
-    code, depth, known = launch.entry
-    try:
-        entry = sys._getframe(depth)
-    except ValueError:  # there are not so many frames
-        entry = None
-    if entry is not None and entry.f_code is code and known is label:
-        notify_call(launch, entry.f_back)
-    else:
-        notify_call(launch, _find_caller(launch, label))
-
-
 @lru_cache(maxsize=CACHE_SIZE)
-def _single_launch(
-    op: str, axes: tuple[str, ...], nbytes: int, rank: int, dtype: torch.dtype | None
-) -> _SingleLaunch:  # fmt: skip
+def launch_of(
+    op: str, axes: tuple[str, ...], nbytes: int, rank: int, dtype: torch.dtype | None = None
+) -> ObservedLaunch:
+    """Return the launch of one collective."""
     phases = ("forward", "backward")
-    return _SingleLaunch(
+    return ObservedLaunch(
         {phase: (Event(op, axes, nbytes, rank, phase, dtype),) for phase in phases}
     )
 
 
-def _find_caller(launch: _SingleLaunch, label: Label | None) -> FrameType | None:
+def notify(launch: ObservedLaunch, frame: FrameType | None = None) -> ObservedCall:
+    """Call all observers for a launch, as one of the user's call, and return that call.
+
+    The user's frame is searched from `frame` outwards. None is the caller of fshard's outermost
+    function, which is where it was in the last call: frames within it are passed over, whose
+    objects cost half a microsecond each. Every observed collective comes here, and so this is one
+    function: on simulated ranks another one costs as much, for its code left the processor's cache
+    with the last rank.
+    """
+    label, modules = LABEL.get(), MODULES.get()
+    # A checkpoint recomputes forward collectives in the backward pass: they count there.
+    phase = PHASE.get() if graph_task_id() == -1 else "backward"
+    module = modules[-1][1] if modules else ""
+    if label is not None and label.line:
+        frame = None  # the label says where the call was made
+    elif frame is None:
+        outermost, depth, known = launch.entry
+        try:
+            entry = sys._getframe(depth)
+        except ValueError:  # there are not so many frames
+            entry = None
+        if entry is not None and entry.f_code is outermost and known is label:
+            frame = entry.f_back
+        else:
+            frame = _find_caller(launch, label)
+    code, instruction = (None, 0) if frame is None else (frame.f_code, frame.f_lasti)
+    last = launch.last
+    if (
+        last is None or last.code is not code or last.instruction != instruction
+        or last.label is not label or last.module != module or last.phase != phase
+    ):  # fmt: skip
+        key = launch, id(code), instruction, label and id(label), module, phase
+        last = launch.last = _CALLS.get(key) or _last_call(launch, frame, label, module, phase)
+    for observer in tuple(OBSERVERS.get()):
+        observer(last.call)
+    return last.call
+
+
+def _find_caller(launch: ObservedLaunch, label: Label | None) -> FrameType | None:
     """Return the user's frame that called fshard, and record where it was found."""
     outermost, depth = sys._getframe(1), 0
     user = user_frame(outermost)
@@ -122,37 +124,18 @@ def _find_caller(launch: _SingleLaunch, label: Label | None) -> FrameType | None
     return user
 
 
-def notify_call(launch: ObservedLaunch, frame: FrameType | None) -> ObservedCall:
-    """Call all observers for a launch, as one of the user's call, and return that call.
-
-    The call is searched from `frame` outwards; None is no frame of the user's. Every observed
-    collective comes here, so that what identifies a call is read without functions of Python.
-    """
-    label, modules = LABEL.get(), MODULES.get()
-    # A checkpoint recomputes forward collectives in the backward pass: they count there.
-    phase = PHASE.get() if graph_task_id() == -1 else "backward"
-    module = modules[-1][1] if modules else ""
-    if frame is None or (label is not None and label.line):  # it says where the call was made
-        code, instruction = None, 0
-    else:
-        code, instruction = frame.f_code, frame.f_lasti
-    last = launch.last
-    if (
-        last is None or last.code is not code or last.instruction != instruction
-        or last.label is not label or last.module != module or last.phase != phase
-    ):  # fmt: skip
-        key = launch, id(code), instruction, label and id(label), module, phase
-        last = _CALLS.get(key)
-        if last is None:
-            user = user_frame(frame)
-            if user is not frame:
-                return notify_call(launch, user)
-            call = _new_call(launch.events[phase], label or launch.label, module, user)
-            last = _CALLS[key] = LastCall(call, code, instruction, label, module, phase)
-        launch.last = last
-    for observer in tuple(OBSERVERS.get()):
-        observer(last.call)
-    return last.call
+def _last_call(
+    launch: ObservedLaunch, frame: FrameType | None, label: Label | None, module: str, phase: str
+) -> LastCall:
+    """Return the call of a launch as the user's, whose frame is searched from `frame` outwards."""
+    user = user_frame(frame)
+    code, instruction = (None, 0) if user is None else (user.f_code, user.f_lasti)
+    key = launch, id(code), instruction, label and id(label), module, phase
+    last = _CALLS.get(key)
+    if last is None:
+        call = _new_call(launch.events[phase], label or launch.label, module, user)
+        last = _CALLS[key] = LastCall(call, code, instruction, label, module, phase)
+    return last
 
 
 def _new_call(
@@ -170,7 +153,7 @@ def notify_transposed(launch: ObservedLaunch, call: ObservedCall | None) -> Obse
     `call` is None if it was not observed.
     """
     if call is None:
-        return notify_call(launch, sys._getframe(1))
+        return notify(launch, sys._getframe(1))
     if call.transposed is None:
         label = transposed_label(call) or launch.label
         call.transposed = ObservedCall(launch.events["backward"], label, call.line, call.module)
