@@ -15,8 +15,9 @@ from torch.fx import traceback
 from fshard._torch.autograd_state import graph_task_id
 from fshard._torch.module_state import without_module_trackers
 from fshard.layout.tree import tensors_in
+from fshard.run.transports.base import RUNNING, Running
 from fshard.run.transports.divergence_report import place_of, position_text
-from fshard.run.transports.running_modules import MODULES, current_module, recorded_modules
+from fshard.run.transports.running_modules import current_module, recorded_modules
 
 MODULE = "nn_module_stack"
 """Key of the modules whose forward runs in the metadata of a node, as PyTorch has it."""
@@ -30,12 +31,12 @@ def recorded_places() -> Iterator[None]:
 
     Modules do not run for PyTorch's own trackers then.
     """
-    token = MODULES.set(())
+    token = RUNNING.set(Running(RUNNING.get().phase))
     try:
         with traceback.preserve_node_meta(), without_module_trackers(), recorded_modules():
             yield
     finally:
-        MODULES.reset(token)
+        RUNNING.reset(token)
 
 
 def note_place() -> None:

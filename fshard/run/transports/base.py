@@ -338,8 +338,24 @@ Observer = Callable[[ObservedCall], None]
 _OBSERVERS: list[Observer] = []
 OBSERVERS: ContextVar[Sequence[Observer]] = ContextVar("fshard_observers", default=_OBSERVERS)
 """Observers of this thread's collectives, by default those of all."""
-PHASE: ContextVar[str] = ContextVar("fshard_phase", default="forward")
-"""Phase of this thread's collectives, outside of autograd's backward pass."""
+
+
+class Running(NamedTuple):
+    """What runs in this thread, for observers: one variable, whose look-up costs as much as two.
+
+    Attributes:
+        phase: phase of the collectives, outside of autograd's backward pass.
+        module: path of the module whose forward runs, "" if nothing records it.
+        modules: modules whose forward runs, outermost first, with their paths.
+    """
+
+    phase: str = "forward"
+    module: str = ""
+    modules: tuple[tuple[torch.nn.Module, str], ...] = ()
+
+
+_NOTHING_RUNS = Running()
+RUNNING: ContextVar[Running] = ContextVar("fshard_running", default=_NOTHING_RUNS)
 
 
 @contextmanager
@@ -379,11 +395,12 @@ class backward_phase:  # noqa: N801 - a context manager; as a generator it would
         label, checked = self.label, CHECKED.get()
         if label is not None and label.checked:
             checked = label.checked
-        self.tokens = PHASE.set("backward"), LABEL.set(label), CHECKED.set(checked)
+        running = Running("backward", *RUNNING.get()[1:])
+        self.tokens = RUNNING.set(running), LABEL.set(label), CHECKED.set(checked)
 
     def __exit__(self, *_: object) -> None:
-        phase, label, checked = self.tokens
-        PHASE.reset(phase)
+        running, label, checked = self.tokens
+        RUNNING.reset(running)
         LABEL.reset(label)
         CHECKED.reset(checked)
 

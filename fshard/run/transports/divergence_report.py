@@ -32,7 +32,7 @@ from fshard.run.transports.base import (
     current_transport,
     is_simulated,
 )
-from fshard.run.transports.running_modules import MODULES, current_module
+from fshard.run.transports.running_modules import current_module
 
 Fingerprint = tuple[object, ...]
 """A label, the transport's method, and its arguments."""
@@ -113,15 +113,14 @@ def call_label(label: Label, frame: FrameType) -> Label:
     """Return a label with the user's line, found from `frame` outwards, and the running module."""
     if label.line:
         return label
-    # Logs call this for each collective: the first frame and the module are read without calls.
+    # Logs call this for each collective: the first frame is read without a call.
     code = frame.f_code
     if not _IS_USERS.get(code.co_filename):
         user = user_frame(frame)
         if user is None:
             return label
         frame, code = user, user.f_code
-    modules = MODULES.get()
-    module = modules[-1][1] if modules else ""
+    module = current_module()
     key = id(label), id(code), frame.f_lasti, module  # the code's hash takes a microsecond
     cached = _CALL_LABELS.get(key)
     if cached is None:

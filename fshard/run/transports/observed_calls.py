@@ -15,7 +15,7 @@ from fshard._util.cache import CACHE_SIZE, BoundedDict
 from fshard.run.transports.base import (
     LABEL,
     OBSERVERS,
-    PHASE,
+    RUNNING,
     Event,
     Label,
     ObservedCall,
@@ -25,7 +25,6 @@ from fshard.run.transports.divergence_report import (
     position_text,
     user_frame,
 )
-from fshard.run.transports.running_modules import MODULES
 
 _CALLS: BoundedDict[Hashable, LastCall] = BoundedDict()
 """Calls by launch, the user's code and instruction in it, label, module and phase.
@@ -85,10 +84,9 @@ def notify(launch: ObservedLaunch, frame: FrameType | None = None) -> ObservedCa
     function: on simulated ranks another one costs as much, for its code left the processor's cache
     with the last rank.
     """
-    label, modules = LABEL.get(), MODULES.get()
-    # A checkpoint recomputes forward collectives in the backward pass: they count there.
-    phase = PHASE.get() if graph_task_id() == -1 else "backward"
-    module = modules[-1][1] if modules else ""
+    label, (phase, module, _) = LABEL.get(), RUNNING.get()
+    if graph_task_id() != -1:  # also forward collectives that a checkpoint recomputes
+        phase = "backward"
     if label is not None and label.line:
         frame = None  # the label says where the call was made
     elif frame is None:
