@@ -273,7 +273,10 @@ def take_buffer(
     buffers: list[FlatBuffer], shapes: Shapes, dtype: torch.dtype, device: torch.device
 ) -> FlatBuffer:
     """Return the buffer of a list if it is free and fits, else a new one."""
-    buffer = buffers.pop() if buffers else None
+    try:
+        buffer = buffers.pop()  # not after a check: another thread may have taken it then
+    except IndexError:
+        buffer = None
     if buffer is None or not (buffer.is_free() and buffer.fits(shapes, dtype)):
         buffer = FlatBuffer(shapes, dtype, device)
     return buffer

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 
 from fshard._torch.memory import MAX_KEPT, BufferPool, FlatBuffer, keep_buffer
@@ -48,3 +51,22 @@ def test_inference_tensors_are_not_used_again() -> None:
     with torch.inference_mode():
         pool()
     assert not pool()[0].is_inference()
+
+
+def test_threads_do_not_share_a_buffer() -> None:
+    pool = BufferPool([(1,)], torch.float32, CPU)
+
+    def run(thread: int) -> bool:
+        values = []
+        for _ in range(500):
+            (part,) = pool()
+            values.append(part.fill_(thread) == thread)
+        return all(values)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            assert all(threads.map(run, range(4)))
+    finally:
+        sys.setswitchinterval(interval)
