@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 from fshard import P
-from fshard.run import bucketing
+from fshard._torch import memory as torch_memory
 
 WIDTH, ROWS, LAYERS, NPROC = 192, 2048, 4, 4
 LIMIT = 18_000_000
@@ -96,7 +96,7 @@ def measured_and_predicted(name: str) -> tuple[int, int, dict[str, int]]:
     for _ in range(REPEATS):
         for pair in params.values():
             pair.local.grad = None
-        for buffers in bucketing._KEPT.values():  # a launch reuses the buffers of the last one
+        for buffers in torch_memory._KEPT.values():  # a launch reuses the buffers of the last one
             buffers.clear()
         gc.collect()
         with profile(profile_memory=True) as prof:
