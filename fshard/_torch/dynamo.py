@@ -21,7 +21,8 @@ from torch._higher_order_ops.flex_attention import flex_attention, math_attentio
 from torch._higher_order_ops.map import map_impl
 from torch._higher_order_ops.scan import scan_op
 from torch._higher_order_ops.while_loop import while_loop_op
-from torch._library.opaque_object import MemberType, register_opaque_type
+from torch._library import opaque_object
+from torch._library.opaque_object import MemberType
 from torch._ops import HigherOrderOperator
 from torch.utils._pytree import (
     SUPPORTED_NODES,
@@ -115,7 +116,10 @@ def graph_constant(cls: C) -> C:
     cls.__fx_repr__ = text  # type: ignore[attr-defined]
     methods = [name for name, _ in getmembers(cls, isfunction) if name[0] != "_"]
     members = dict.fromkeys(methods, MemberType.USE_REAL)
-    register_opaque_type(cls, typ="value", members=members)
+    if hasattr(opaque_object, "register_custom_class"):  # PyTorch 2.14 and newer
+        opaque_object.register_custom_class(cls, typ="constant", members=members)
+    else:
+        opaque_object.register_opaque_type(cls, typ="value", members=members)
     return cls
 
 

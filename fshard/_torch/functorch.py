@@ -21,7 +21,7 @@ from torch._functorch import eager_transforms
 from torch._functorch.autograd_function import custom_function_call
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
-from torch.autograd.function import _SingleLevelFunction
+from torch.autograd.function import FunctionMeta, _SingleLevelFunction
 
 from fshard._torch.fake_tensors import is_recording_below_autograd, recording_differentiably
 from fshard._torch.legacy_vmap import is_legacy_batched
@@ -108,8 +108,13 @@ def _modes_below(kind: int, pointer: Any) -> Modes:
 without_transforms = temporarily_clear_interpreter_stack
 """Context in which no transform of `torch.func` runs: `grad` wraps even tensors made anew."""
 
-SingleLevelFunction = _SingleLevelFunction
-"""Base of `autograd.Function`, whose `apply` every alias of an `apply` looks up in a call."""
+FunctionClass = FunctionMeta
+"""Class of custom functions, in which every alias of an `apply` looks up attributes in a call."""
+
+
+def has_setup_context(function: type[torch.autograd.Function]) -> bool:
+    """Return True for a custom function whose forward gets no `ctx`."""
+    return function.setup_context is not _SingleLevelFunction.setup_context
 
 
 def new_context(function: type[torch.autograd.Function]) -> Any:

@@ -7,7 +7,9 @@ operations of its backward on placeholders of the cotangents, and one operation 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from fshard._torch.autograd_state import SET_GRAD_ENABLED
 from fshard._torch.fake_tensors import DataDependentOutputException, DynamicOutputShapeException
-from fshard._torch.functorch import SingleLevelFunction, new_context
+from fshard._torch.functorch import has_setup_context, new_context
 from fshard._torch.modes import DisableTorchFunction
 from fshard._util.dtypes import is_inexact
 from fshard._util.errors import ShardingError, fail
@@ -217,22 +219,52 @@ def has_own_backward(cls: Any) -> bool:
     return not is_torch
 
 
-def apply_traced(cls: Any, args: Sequence[Any], requires_grad: bool, where: str) -> Any:
-    """Return `cls.apply(*args)`; the graph that is being traced records the backward of `cls`.
+class ForwardLookups:
+    """Attribute look-ups of custom functions by `apply`, which is given forwards that are traced.
+
+    C++ looks up the forward of a function in each call, of an alias of its `apply` too. It has
+    disabled gradients by then, and has looked up `_backward_cls` before.
 
     Args:
-        cls: a custom `autograd.Function`.
-        args: its arguments.
-        requires_grad: True if gradients of the traced function's arguments are requested.
+        is_traced: returns True if calls of a custom function are traced in this thread.
+        requires_grad: returns True if a gradient may be requested of a call with these arguments.
+        every: True if every argument of a call may need a gradient.
         where: name of the traced function in errors.
     """
 
-    def forward(ctx: Any, *args: Any) -> Any:
-        return _forward_and_backward(cls, ctx, args, requires_grad, where)
+    def __init__(
+        self, is_traced: Callable[[Any], bool], requires_grad: Callable[[Any], bool], every: bool,
+        where: str,
+    ) -> None:  # fmt: skip
+        self.is_traced, self.requires_grad = is_traced, requires_grad
+        self.every, self.where = every, where
+        self.thread = threading.local()
 
-    members = {"forward": staticmethod(forward), "setup_context": SingleLevelFunction.setup_context}
-    subclass: Any = type(cls.__name__, (cls,), {**members, "__module__": cls.__module__})
-    return super(SingleLevelFunction, subclass).apply(*args)
+    def attribute(self, cls: Any, name: str) -> Any:
+        """Return an attribute of a custom function."""
+        value = type.__getattribute__(cls, name)
+        if name == "_backward_cls":
+            self.thread.grad = torch.is_grad_enabled()
+        if name != "forward" or not getattr(self.thread, "grad", False):
+            return value
+        self.thread.grad = False  # other look-ups of the forward are not those of `apply`
+        return self._traced(cls, value) if self.is_traced(cls) else value
+
+    def _traced(self, cls: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the forward of a function, which records its backward too."""
+        has_context = not has_setup_context(cls)
+
+        @functools.wraps(original)  # `apply` reads the signature
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            xs = args[1:] if has_context else args
+            if not self.requires_grad(xs):
+                return original(*args, **kwargs)
+            ctx = args[0] if has_context else new_context(cls)
+            if not has_context:
+                ctx.needs_input_grad = tuple(getattr(x, "requires_grad", False) for x in xs)
+            return _forward_and_backward(cls, ctx, xs, self.every, self.where)
+
+        return forward
 
 
 def apply_in_transform(cls: Any, args: Sequence[Any], where: str) -> Any:
@@ -250,7 +282,7 @@ def apply_in_transform(cls: Any, args: Sequence[Any], where: str) -> Any:
 def _forward(cls: Any, ctx: Any, args: Sequence[Any], where: str) -> Any:
     """Run the forward of a custom function in either style."""
     name = f"{cls.__name__}.forward"
-    if cls.setup_context is SingleLevelFunction.setup_context:
+    if not has_setup_context(cls):
         return _run(name, where, cls.forward, ctx, *args)
     result = _run(name, where, cls.forward, *args)
     cls.setup_context(ctx, args, result)

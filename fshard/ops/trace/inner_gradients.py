@@ -28,7 +28,7 @@ from fshard._torch.autograd_state import (
 )
 from fshard._torch.fake_tensors import DataDependentOutputException, FakeTensor
 from fshard._torch.functorch import (
-    SingleLevelFunction,
+    FunctionClass,
     forward_ad_level,
     is_batched,
     is_batched_at_any_level,
@@ -48,7 +48,7 @@ from fshard.ops.trace.constants import (
     with_known_ints,
     with_known_sizes,
 )
-from fshard.ops.trace.custom_functions import apply_in_transform, apply_traced, has_own_backward
+from fshard.ops.trace.custom_functions import ForwardLookups, apply_in_transform, has_own_backward
 from fshard.ops.trace.functionalize import base_of, drops_nothing, writes, written_operands
 from fshard.ops.trace.fused_updates import FUSED_STEPS
 from fshard.ops.trace.inference import as_traced
@@ -431,11 +431,14 @@ def refuse_hidden_gradients(
     """
     original = {owner: vars(owner).get(name) for owner, name in _PATCHED}
 
-    def apply(cls: Any, *args: Any) -> Any:
-        traced = depth() and transform_level() is None and has_own_backward(cls)
-        if traced and torch.is_grad_enabled() and (any(requires_grad) or _reaches_outside(args)):
-            return apply_traced(cls, args, any(requires_grad), where)
-        return super(SingleLevelFunction, cls).apply(*args)
+    def is_traced(cls: Any) -> bool:
+        return depth() > 0 and transform_level() is None and has_own_backward(cls)
+
+    lookups = ForwardLookups(is_traced, lambda args: any(requires_grad) or _reaches_outside(args),
+                             any(requires_grad), where)  # fmt: skip
+
+    def attribute(cls: Any, name: str) -> Any:  # a function, which is bound to the class
+        return lookups.attribute(cls, name)
 
     def under_transform(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if depth() and transform_level() == outer_level() and has_own_backward(cls):
@@ -468,7 +471,7 @@ def refuse_hidden_gradients(
                  "hooks get the saved locals")  # fmt: skip
         original[saved_tensors_hooks](self)
 
-    SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]
+    FunctionClass.__getattribute__ = attribute  # type: ignore[method-assign]
     vars(function)["custom_function_call"] = under_transform
     torch.autograd.backward = backward
     BackwardHook.__init__ = hook  # type: ignore[method-assign, assignment]
@@ -484,7 +487,7 @@ def refuse_hidden_gradients(
 
 
 _PATCHED: tuple[tuple[Any, str], ...] = (
-    (SingleLevelFunction, "apply"), (function, "custom_function_call"),
+    (FunctionClass, "__getattribute__"), (function, "custom_function_call"),
     (torch.autograd, "backward"), (BackwardHook, "__init__"),
     (saved_tensors_hooks, "__enter__"),
 )  # fmt: skip

@@ -210,7 +210,7 @@ def _record_accumulated(tracker: Tracker, x: torch.Tensor, before: States) -> No
 
 # -- entry points that bypass function modes -----------------------------------------------
 
-_APPLY = Function.__dict__["apply"].__func__
+_APPLY = Function.__dict__["apply"]
 _BACKWARD = torch.autograd.backward
 _PARAMETER = torch.nn.Parameter.__new__
 _AS_SUBCLASS, _SET = torch.Tensor.as_subclass, torch.Tensor.set_
@@ -247,10 +247,11 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     """Run `Function.apply`: operands must agree, and the result is linear in none of them."""
     tracker = None if cls.__module__.startswith("fshard.") else current_tracker()
     if tracker is None:
-        return _APPLY(cls, *args, **kwargs)
+        return _APPLY.__get__(None, cls)(*args, **kwargs)
     effect = OpEffect(f"{cls.__name__}.apply", Action.OP, TypeRule.OTHER)
     states, casts = join_operands(tracker, effect, args, kwargs)
-    result = _APPLY(cls, *replace_tensors(args, casts), **replace_tensors(kwargs, casts))
+    run = _APPLY.__get__(None, cls)
+    result = run(*replace_tensors(args, casts), **replace_tensors(kwargs, casts))
     for output in tensors_in(result):
         # A tensor without a recorded write was written by a kernel outside of PyTorch.
         if id(output) not in tracker.table or id(output) in tracker.blank:

@@ -22,7 +22,7 @@ from fshard.ops.rules.shard_call import ShardCall
 aten = torch.ops.aten
 
 FACTORED = """
-    cholesky linalg_cholesky linalg_cholesky_ex cholesky_inverse qr linalg_qr svd linalg_svd
+    linalg_cholesky linalg_cholesky_ex cholesky_inverse linalg_qr svd linalg_svd
     _linalg_svd linalg_svdvals linalg_eigh _linalg_eigh linalg_eigvalsh linalg_eig linalg_eigvals
     _linalg_eigvals inverse linalg_inv linalg_inv_ex pinverse linalg_pinv det linalg_det
     _linalg_det slogdet linalg_slogdet _linalg_slogdet logdet linalg_lu linalg_lu_factor
@@ -31,6 +31,8 @@ FACTORED = """
     geqrf orgqr linalg_householder_product linalg_vander matrix_exp_backward
 """
 """Operations that return matrices, vectors or scalars of each matrix."""
+REMOVED = [name for name in ("cholesky", "qr") if hasattr(aten, name)]
+"""Operations that PyTorch 2.14 has no more."""
 VECTOR_ARGS = frozenset(("LU_pivots", "pivots", "tau", "input2"))
 SCALAR_ARGS = frozenset(("atol", "rtol", "tol", "rcond"))
 
@@ -73,7 +75,7 @@ def names_of(call: OpCall) -> list[str]:
     ]
 
 
-@register_rule(*FACTORED.split(), torch.ops.prims.svd)
+@register_rule(*FACTORED.split(), *REMOVED, torch.ops.prims.svd)
 def factorization(call: OpCall) -> Rule:
     """Rule of a factorization or function of each matrix of a batch."""
     name = schema_of(call.op).name
