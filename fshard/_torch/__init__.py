@@ -22,3 +22,24 @@ cost no Python call.
   operators that take functions, such as `torch.cond`, as plain functions.
 - `process_groups`: process groups, stores and placements of `torch.distributed`.
 """
+
+import torch
+
+SUPPORTED = "2.13"
+
+
+def check_version(version: str) -> None:
+    """Raise `ImportError` for a version of PyTorch that the tests do not pass with.
+
+    Traced functions have other gradients under PyTorch 2.14, whose tracer drops `detach`.
+    """
+    if version.split(".")[:2] != SUPPORTED.split("."):
+        raise ImportError(
+            f"import fshard\n  given: PyTorch {version}\n"
+            f"  rule:  the version must be {SUPPORTED}: fshard traces functions with parts of "
+            "PyTorch that change between versions, and gradients may be others\n"
+            f"  fix:   pip install 'torch=={SUPPORTED}.*'"
+        )
+
+
+check_version(torch.__version__)
