@@ -21,7 +21,26 @@ Form = Callable[..., Iterator[None]]
 The arguments after it are `preserve_rng_state`, `context_fn`, `determinism_check`, `debug`,
 `early_stop`, and those of the function.
 """
-RECOMPUTE: Form = checkpoint._checkpoint_without_reentrant_generator
+_GENERATOR: Any = checkpoint._checkpoint_without_reentrant_generator
+_IMPLEMENTATION: Any = getattr(checkpoint, "_checkpoint_without_reentrant_generator_impl", None)
+"""The function of PyTorch 2.14 that takes arguments and options apart, None in older versions."""
+_RESPECTS_HOOKS: ContextVar[bool] = ContextVar("fshard_respects_hooks", default=False)
+"""Value of `respect_saved_tensors_hooks`, by default as before PyTorch 2.14."""
+
+
+def _recompute(
+    fn: Callable[..., Any], preserve_rng_state: bool, context_fn: Any, determinism_check: str,
+    debug: bool, early_stop: bool, *args: Any, **kwargs: Any,
+) -> Iterator[None]:  # fmt: skip
+    run: Iterator[None] = _IMPLEMENTATION(
+        fn, args, kwargs, preserve_rng_state=preserve_rng_state, context_fn=context_fn,
+        determinism_check=determinism_check, debug=debug, early_stop=early_stop,
+        respect_saved_tensors_hooks=_RESPECTS_HOOKS.get(),
+    )  # fmt: skip
+    return run
+
+
+RECOMPUTE: Form = _GENERATOR if _IMPLEMENTATION is None else _recompute
 _REENTRANT: Any = checkpoint.CheckpointFunction
 _FORM: ContextVar[Form | None] = ContextVar("fshard_checkpoint_form", default=None)
 _PATCH_LOCK = threading.Lock()
@@ -44,6 +63,27 @@ def _in_form(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None
             return fn(*xs, **kwargs)
 
     return form(run_again, *args, **kwargs)
+
+
+def _in_form_by_options(
+    fn: Callable[..., Any], args: Any, kwargs: Any, *, preserve_rng_state: bool, context_fn: Any,
+    determinism_check: str, debug: bool, early_stop: bool,
+    respect_saved_tensors_hooks: bool | None = None,
+) -> Iterator[None]:  # fmt: skip
+    """Run by the current form, with the signature of PyTorch 2.14."""
+    options = preserve_rng_state, context_fn, determinism_check, debug, early_stop
+    token = _RESPECTS_HOOKS.set(bool(respect_saved_tensors_hooks))
+    try:
+        run: Any = _in_form(fn, *options, *args, **kwargs)
+        next(run)
+    finally:
+        _RESPECTS_HOOKS.reset(token)
+    try:
+        yield
+    except BaseException as error:
+        run.throw(error)
+        raise
+    yield from run
 
 
 class _CheckpointFunction:
@@ -92,7 +132,7 @@ def checkpoint_form(form: Form | None = None) -> Iterator[None]:
     form = form or current_form()
     with _PATCH_LOCK:
         if not _ACTIVE:
-            _patch(_in_form, _CheckpointFunction)
+            _patch(_in_form, _in_form_by_options, _CheckpointFunction)
         _ACTIVE.append(form)
     token = _FORM.set(form)
     try:
@@ -102,10 +142,13 @@ def checkpoint_form(form: Form | None = None) -> Iterator[None]:
         with _PATCH_LOCK:
             _ACTIVE.remove(form)
             if not _ACTIVE:
-                _patch(RECOMPUTE, _REENTRANT)
+                _patch(_GENERATOR, _IMPLEMENTATION, _REENTRANT)
 
 
-def _patch(generator: Any, reentrant: Any) -> None:
-    checkpoint.__dict__.update(
-        _checkpoint_without_reentrant_generator=generator, CheckpointFunction=reentrant
-    )
+def _patch(generator: Any, implementation: Any, reentrant: Any) -> None:
+    names = {"CheckpointFunction": reentrant}
+    if _IMPLEMENTATION is None:
+        names["_checkpoint_without_reentrant_generator"] = generator
+    else:
+        names["_checkpoint_without_reentrant_generator_impl"] = implementation
+    checkpoint.__dict__.update(names)

@@ -17,6 +17,7 @@ from torch import fx
 
 from fshard._torch.autograd_state import SET_GRAD_ENABLED
 from fshard._torch.fake_tensors import (
+    NO_DECOMPOSITIONS,
     from_functional,
     functional_mode,
     shares_memory,
@@ -102,7 +103,9 @@ def functional(
         warnings.filterwarnings("ignore", "At pre-dispatch tracing, we assume")
         # Gradients are operations of the graph already, so none are tracked here.
         tensors = (x.detach() for x in fakes)
-        rewritten: fx.GraphModule = make_fx(run, pre_dispatch=above)(*tensors, *numbers)
+        rewritten: fx.GraphModule = make_fx(run, NO_DECOMPOSITIONS, pre_dispatch=above)(
+            *tensors, *numbers
+        )
     return rewritten, tuple(written)
 
 

@@ -22,6 +22,7 @@ from fshard._torch.autograd_state import is_any_autocast_enabled
 from fshard._torch.checkpointing import checkpoint_form
 from fshard._torch.dynamo import compiled_functions_inlined
 from fshard._torch.fake_tensors import (
+    NO_DECOMPOSITIONS,
     FakeTensor,
     FakeTensorMode,
     unpatched_modules,
@@ -240,7 +241,9 @@ def _trace(
         fakes = _arguments(metas, devices, () if above else requires_grad)
         try:
             with guard, mode.positions, SavedTensors() as saved:
-                graph: fx.GraphModule = make_fx(run, pre_dispatch=above)(*fakes, *symbols)
+                graph: fx.GraphModule = make_fx(run, NO_DECOMPOSITIONS, pre_dispatch=above)(
+                    *fakes, *symbols
+                )
             saved.undo_detach()
             mode.positions.gathered.clear()
             filled = [i for i, fake in enumerate(fakes) if fake.is_leaf and fake.grad is not None]
