@@ -10,7 +10,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from inspect import getclosurevars, getmembers, isfunction
 from typing import Any, NamedTuple, TypeVar
 
@@ -182,7 +181,10 @@ _CALL = HigherOrderOperator.__call__
 
 def _call(self: HigherOrderOperator, /, *args: Any, **kwargs: Any) -> Any:
     plain = None if torch.compiler.is_compiling() else PLAIN.get(self)
-    return (plain or partial(_CALL, self))(*args, **kwargs)
+    if plain is None:
+        return _CALL(self, *args, **kwargs)
+    kwargs.pop("mutated_arg_indices", None)  # PyTorch 2.14's, for functions that are graphs
+    return plain(*args, **kwargs)
 
 
 def _run_as_plain_functions(enabled: bool) -> None:

@@ -270,7 +270,8 @@ def compile_graph(graph: fx.GraphModule, observed: bool) -> Callable[..., tuple[
     for node in copy.nodes:
         if isinstance(node.target, OpOverload):
             function = node.meta.get(DIRECT) or builtin_of(node.target)
-            node.target = _NamedFunction(function, f"direct_{function.__name__}")
+            name = getattr(function, "__name__", node.name)  # PyTorch 2.14's have none
+            node.target = _NamedFunction(function, f"direct_{name}")
     code = copy.python_code("self")
     names = {
         name: value.called(observed) if isinstance(value, _NamedFunction) else value
