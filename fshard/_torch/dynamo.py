@@ -176,7 +176,7 @@ PLAIN: dict[HigherOrderOperator, Function] = {
     associative_scan_op: generic_associative_scan,
     flex_attention: math_attention,
 }
-_CALL = HigherOrderOperator.__call__
+_CALL: Callable[..., Any] = HigherOrderOperator.__call__
 
 
 def _call(self: HigherOrderOperator, /, *args: Any, **kwargs: Any) -> Any:

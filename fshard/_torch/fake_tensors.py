@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,19 +21,29 @@ from torch._subclasses.fake_tensor import (
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 __all__ = [
-    "NO_DECOMPOSITIONS", "DataDependentOutputException", "DynamicOutputShapeException",
+    "DataDependentOutputException", "DynamicOutputShapeException",
     "FakeTensor", "FakeTensorMode", "FunctionalTensor", "depends_on_inputs", "from_functional",
-    "functional_mode", "is_recording", "is_recording_below_autograd",
+    "functional_mode", "graph_recorder", "is_recording", "is_recording_below_autograd",
     "recording_differentiably", "shares_memory", "sync_functional", "to_functional",
     "unpatched_modules", "without_cudnn", "without_fake_tensor_logs",
 ]  # fmt: skip
 
-NO_DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = MappingProxyType({})
-"""Decompositions for `make_fx`: by default PyTorch 2.14 records `detach` as `alias`, which passes
-gradients on."""
 FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
 shares_memory: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
 """Return True if the storages behind two functional tensors' elements are one."""
+
+
+def graph_recorder(
+    fn: Callable[..., Any], *, above_autograd: bool
+) -> Callable[..., torch.fx.GraphModule]:
+    """Return a function that runs `fn` and returns the graph of its operations.
+
+    No operation is decomposed: by default PyTorch 2.14 records `detach` as `alias`, which passes
+    gradients on.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    return make_fx(fn, {}, pre_dispatch=above_autograd)
 
 
 @contextmanager

@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from fshard._torch import SUPPORTED
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -18,6 +21,8 @@ ROOT = Path(__file__).parent.parent.parent
     ids=["ruff-check", "ruff-format", "mypy"],
 )
 def test_tool_is_content(arguments: list[str]) -> None:
+    if arguments == ["mypy"] and not torch.__version__.startswith(SUPPORTED[0]):
+        pytest.skip(f"annotations of PyTorch {SUPPORTED[0]} are checked")
     done = subprocess.run(
         [sys.executable, "-m", *arguments],
         check=False,

@@ -17,9 +17,9 @@ from torch import fx
 
 from fshard._torch.autograd_state import SET_GRAD_ENABLED
 from fshard._torch.fake_tensors import (
-    NO_DECOMPOSITIONS,
     from_functional,
     functional_mode,
+    graph_recorder,
     shares_memory,
     sync_functional,
     to_functional,
@@ -79,8 +79,6 @@ def functional(
     The new graph returns their final values after its results. With `above`, operations are
     recorded above PyTorch's decompositions.
     """
-    from torch.fx.experimental.proxy_tensor import make_fx
-
     written: list[int] = []
 
     def run(*args: Any) -> list[Any]:
@@ -103,9 +101,7 @@ def functional(
         warnings.filterwarnings("ignore", "At pre-dispatch tracing, we assume")
         # Gradients are operations of the graph already, so none are tracked here.
         tensors = (x.detach() for x in fakes)
-        rewritten: fx.GraphModule = make_fx(run, NO_DECOMPOSITIONS, pre_dispatch=above)(
-            *tensors, *numbers
-        )
+        rewritten: fx.GraphModule = graph_recorder(run, above_autograd=above)(*tensors, *numbers)
     return rewritten, tuple(written)
 
 

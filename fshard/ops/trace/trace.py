@@ -22,9 +22,9 @@ from fshard._torch.autograd_state import is_any_autocast_enabled
 from fshard._torch.checkpointing import checkpoint_form
 from fshard._torch.dynamo import compiled_functions_inlined
 from fshard._torch.fake_tensors import (
-    NO_DECOMPOSITIONS,
     FakeTensor,
     FakeTensorMode,
+    graph_recorder,
     unpatched_modules,
     without_cudnn,
     without_fake_tensor_logs,
@@ -218,8 +218,6 @@ def _trace(
     mode: AboveAutograd | BelowAutograd, numbers: Sequence[int | float], names: Sequence[str],
 ) -> TracedFunction:  # fmt: skip
     """Trace a function under a mode; dead code is not eliminated."""
-    # Importing the tracer takes a second.
-    from torch.fx.experimental.proxy_tensor import make_fx
 
     def run(*tensors: torch.Tensor) -> Sequence[Any]:
         with mode:
@@ -234,6 +232,7 @@ def _trace(
     symbols, env = (symbolic.symbols, symbolic.env) if symbolic else ((), None)
     guard = ClosureGuard()
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
+    record = graph_recorder(run, above_autograd=above)  # whose import needs no fake mode
     with (
         fake_mode, _deeper(), without_fake_tensor_logs(), compiled_functions_inlined(),
         without_cudnn(), unpatched_modules(),
@@ -241,9 +240,7 @@ def _trace(
         fakes = _arguments(metas, devices, () if above else requires_grad)
         try:
             with guard, mode.positions, SavedTensors() as saved:
-                graph: fx.GraphModule = make_fx(run, NO_DECOMPOSITIONS, pre_dispatch=above)(
-                    *fakes, *symbols
-                )
+                graph: fx.GraphModule = record(*fakes, *symbols)
             saved.undo_detach()
             mode.positions.gathered.clear()
             filled = [i for i, fake in enumerate(fakes) if fake.is_leaf and fake.grad is not None]
