@@ -30,14 +30,15 @@ _RESPECTS_HOOKS: ContextVar[bool] = ContextVar("fshard_respects_hooks", default=
 
 def _recompute(
     fn: Callable[..., Any], preserve_rng_state: bool, context_fn: Any, determinism_check: str,
-    debug: bool, early_stop: bool, *args: Any, **kwargs: Any,
+    debug: bool, early_stop: bool, /, *args: Any, **kwargs: Any,
 ) -> Iterator[None]:  # fmt: skip
-    run: Iterator[None] = _IMPLEMENTATION(
+    """Run as PyTorch 2.14 does, with the signature of older versions."""
+    generator: Iterator[None] = _IMPLEMENTATION(
         fn, args, kwargs, preserve_rng_state=preserve_rng_state, context_fn=context_fn,
         determinism_check=determinism_check, debug=debug, early_stop=early_stop,
         respect_saved_tensors_hooks=_RESPECTS_HOOKS.get(),
     )  # fmt: skip
-    return run
+    return generator
 
 
 RECOMPUTE: Form = _GENERATOR if _IMPLEMENTATION is None else _recompute
@@ -52,7 +53,7 @@ def current_form() -> Form:
     return _FORM.get() or RECOMPUTE
 
 
-def _in_form(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
+def _in_form(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Iterator[None]:
     """Run by the current form; checkpoints in the second run have it too."""
     form = _FORM.get()
     if form is None:  # another thread
@@ -74,16 +75,16 @@ def _in_form_by_options(
     options = preserve_rng_state, context_fn, determinism_check, debug, early_stop
     token = _RESPECTS_HOOKS.set(bool(respect_saved_tensors_hooks))
     try:
-        run: Any = _in_form(fn, *options, *args, **kwargs)
-        next(run)
+        generator: Any = _in_form(fn, *options, *args, **kwargs)
+        next(generator)
     finally:
         _RESPECTS_HOOKS.reset(token)
     try:
         yield
     except BaseException as error:
-        run.throw(error)
+        generator.throw(error)
         raise
-    yield from run
+    yield from generator
 
 
 class _CheckpointFunction:

@@ -8,6 +8,7 @@ contender's fastest step, the median over the rounds of the partitioned step's t
 peer's, and the most bytes that a step allocates beside what is there before it, on the first rank.
 Losses are compared after every round.
 
+`--peers "DDP, function"` measures this line alone, which the memory of the others does not slow.
 `--remat none gathers all` compares FSDP2, which frees gathered parameters after their use
 (`reshard_after_forward=True`), with partitioned steps under these policies.
 """
@@ -37,6 +38,7 @@ from tests.helpers.gloo.harness import close_all, run_ranks
 RANKS, WIDTHS = (2, 4), (128, 256, 512)
 LAYERS, HEAD, WORDS, BATCH, LENGTH = 4, 32, 256, 8, 32
 GOAL, STEPS = 0.95, 4
+PEERS = "DDP", "DDP, function", "FSDP2", "DTensor"
 COLUMNS, ROWS = ("query", "key", "value", "up"), ("out", "down")
 Batch = tuple[Tensor, Tensor]
 Layout = Callable[[str], fs.PartitionSpec]
@@ -222,7 +224,7 @@ class Contest(NamedTuple):
     weight: float
 
 
-def contests(width: int, rows: int, policies: Sequence[str]) -> list[Contest]:
+def contests(width: int, rows: int, peers: Sequence[str], policies: Sequence[str]) -> list[Contest]:
     """Return the pairs of steps that are compared, all from the same parameters."""
     torch.manual_seed(0)
     model = GPT(width)
@@ -237,12 +239,13 @@ def contests(width: int, rows: int, policies: Sequence[str]) -> list[Contest]:
                     *ours(lambda _: P("x"), P("x"), policy))
             for policy in policies
         ]  # fmt: skip
-    return [
-        Contest("DDP", ddp(new(), batch), *ours(lambda _: P(), P("x"))),
-        Contest("DDP, function", ddp(new(), batch), *functional(new(), batch)),
-        Contest("FSDP2", fsdp(new(), batch), *ours(lambda _: P("x"), P("x"))),
-        Contest("DTensor", dtensor(new(), batch), *ours(tensor_parallel, P())),
-    ]
+    lines: dict[str, Callable[[str], Contest]] = {
+        "DDP": lambda x: Contest(x, ddp(new(), batch), *ours(lambda _: P(), P("x"))),
+        "DDP, function": lambda x: Contest(x, ddp(new(), batch), *functional(new(), batch)),
+        "FSDP2": lambda x: Contest(x, fsdp(new(), batch), *ours(lambda _: P("x"), P("x"))),
+        "DTensor": lambda x: Contest(x, dtensor(new(), batch), *ours(tensor_parallel, P())),
+    }
+    return [lines[peer](peer) for peer in peers]
 
 
 def global_loss(loss: Tensor, weight: float) -> float:
@@ -284,11 +287,13 @@ class Result(NamedTuple):
     differences: list[float]
 
 
-def measure(width: int, rounds: int, rows: int, policies: Sequence[str]) -> dict[str, Result]:
+def measure(
+    width: int, rounds: int, rows: int, peers: Sequence[str], policies: Sequence[str]
+) -> dict[str, Result]:
     """Return the times of all contests on this rank."""
     warnings.simplefilter("ignore")
     fs.init(Mesh(x=dist.get_world_size()))
-    entered = contests(width, rows, policies)
+    entered = contests(width, rows, peers, policies)
     results = {contest.peer: Result([], [], [], []) for contest in entered}
     for round_ in range(-3, rounds):
         for contest in entered:
@@ -313,6 +318,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="*", default=RANKS)
     parser.add_argument("--widths", type=int, nargs="*", default=WIDTHS)
     parser.add_argument("--batch", type=int, default=BATCH)
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS)
     parser.add_argument("--remat", nargs="*", choices=("none", "gathers", "all"), default=())
     options = parser.parse_args()
     # By its importable name: other processes do not know this module as __main__.
@@ -332,7 +338,7 @@ def main() -> None:
     table = Table(*columns, title=title)
     for ranks in options.ranks:
         for width in options.widths:
-            args = width, options.rounds, options.batch, options.remat
+            args = width, options.rounds, options.batch, options.peers, options.remat
             results = run_ranks(ranks, measure, *args, timeout=600)[0]
             for peer, result in results.items():
                 pairs = zip(result.peers, result.ours, strict=True)

@@ -220,10 +220,11 @@ def has_own_backward(cls: Any) -> bool:
 
 
 class ForwardLookups:
-    """Attribute look-ups of custom functions by `apply`, which is given forwards that are traced.
+    """Look-ups of the forward of custom functions by `apply`, which returns a traced one to it.
 
     C++ looks up the forward of a function in each call, of an alias of its `apply` too. It has
-    disabled gradients by then, and has looked up `_backward_cls` before.
+    disabled gradients by then, and has looked up `_backward_cls` before. A `setup_context` is
+    looked up after the forward, which has run it already.
 
     Args:
         is_traced: returns True if calls of a custom function are traced in this thread.
@@ -243,12 +244,16 @@ class ForwardLookups:
     def attribute(self, cls: Any, name: str) -> Any:
         """Return an attribute of a custom function."""
         value = type.__getattribute__(cls, name)
+        thread = self.thread
         if name == "_backward_cls":
-            self.thread.grad = torch.is_grad_enabled()
-        if name != "forward" or not getattr(self.thread, "grad", False):
-            return value
-        self.thread.grad = False  # other look-ups of the forward are not those of `apply`
-        return self._traced(cls, value) if self.is_traced(cls) else value
+            thread.applied = cls if torch.is_grad_enabled() else None
+        elif name == "setup_context" and getattr(thread, "context", None) is not None:
+            context, thread.context = thread.context, None
+            return functools.partial(_copy_context, context)  # it ran with the forward
+        elif name == "forward" and getattr(thread, "applied", None) is cls:
+            thread.applied = None  # other look-ups of the forward are not those of `apply`
+            return self._traced(cls, value) if self.is_traced(cls) else value
+        return value
 
     def _traced(self, cls: Any, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return the forward of a function, which records its backward too."""
@@ -262,9 +267,25 @@ class ForwardLookups:
             ctx = args[0] if has_context else new_context(cls)
             if not has_context:
                 ctx.needs_input_grad = tuple(getattr(x, "requires_grad", False) for x in xs)
-            return _forward_and_backward(cls, ctx, xs, self.every, self.where)
+            outputs = _forward_and_backward(cls, ctx, xs, self.every, self.where)
+            if not has_context:
+                self.thread.context = ctx
+            return outputs
 
         return forward
+
+
+def _copy_context(context: Any, ctx: Any, inputs: Any, output: Any) -> None:
+    """Copy to `ctx` what a `setup_context` has set in another context."""
+    vars(ctx).update(vars(context))
+    if context.to_save is not None:
+        ctx.save_for_backward(*context.to_save)
+    if context.saved_for_forward is not None:
+        ctx.save_for_forward(*context.saved_for_forward)
+    if context.non_differentiable is not None:
+        ctx.mark_non_differentiable(*context.non_differentiable)
+    ctx.set_materialize_grads(context._fshard_materialized)
+    ctx.needs_input_grad = context.needs_input_grad
 
 
 def apply_in_transform(cls: Any, args: Sequence[Any], where: str) -> Any:
@@ -308,6 +329,7 @@ def _forward_and_backward(
         torch.set_grad_enabled(True)
         del ctx.set_materialize_grads
     ctx.set_materialize_grads(settings[-1])
+    ctx._fshard_materialized = settings[-1]
     return _with_backward(cls, ctx, args, result, settings[-1], where)
 
 

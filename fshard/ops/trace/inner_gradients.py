@@ -281,7 +281,7 @@ class BelowAutograd(TraceMode):
         originals: dict[int, torch.Tensor] = {}
 
         def detached(x: torch.Tensor) -> torch.Tensor:
-            if not x.requires_grad:
+            if not innermost(x).requires_grad:  # a batch of a `vmap` does not say so itself
                 return x
             alias = x.detach()
             originals[id(alias)] = x

@@ -344,3 +344,42 @@ def test_results_that_an_unmaterialized_backward_needs() -> None:
     many = fs.partition(lambda x: unmaterialized(x, 5, ()), mesh=MESH, in_specs=P("dp"))
     with pytest.raises(fs.ShardingError, match="must have at most 4 of them"):
         many(x)
+
+
+class Averaged(torch.autograd.Function):
+    """Function whose `setup_context` writes an argument."""
+
+    @staticmethod
+    def forward(x: Tensor, average: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        inputs[1].mul_(0.5).add_(output)
+        ctx.save_for_backward(inputs[1].clone())
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return g * ctx.saved_tensors[0], None
+
+
+averaged = Averaged.apply
+
+
+def test_setup_context_runs_once() -> None:
+    part = fs.partition(averaged, mesh=MESH, in_specs=(P("dp"), P("dp")))
+    results = []
+    for fn in (averaged, part):
+        x, average = torch.ones(2, requires_grad=True), torch.ones(2)
+        results.append((average, *torch.autograd.grad(fn(x, average).sum(), x)))
+    assert [x.tolist() for x in results[1]] == [x.tolist() for x in results[0]] == [[2.5] * 2] * 2
+
+
+def test_forwards_that_are_called_have_the_gradients_of_their_operations() -> None:
+    def call(x: Tensor) -> Tensor:
+        assert Exp._backward_cls is not None  # what `apply` looks up first
+        return Averaged.forward(x, x)
+
+    x = torch.ones(2, requires_grad=True)
+    part = fs.partition(call, mesh=MESH, in_specs=P("dp"))
+    assert torch.autograd.grad(part(x).sum(), x)[0].tolist() == [2.0, 2.0]

@@ -31,8 +31,8 @@ FACTORED = """
     geqrf orgqr linalg_householder_product linalg_vander matrix_exp_backward
 """
 """Operations that return matrices, vectors or scalars of each matrix."""
-REMOVED = [name for name in ("cholesky", "qr") if hasattr(aten, name)]
-"""Operations that PyTorch 2.14 has no more."""
+ONLY_BEFORE_2_14 = [name for name in ("cholesky", "qr") if hasattr(aten, name)]
+"""Operations that PyTorch 2.14 has removed, where they are."""
 VECTOR_ARGS = frozenset(("LU_pivots", "pivots", "tau", "input2"))
 SCALAR_ARGS = frozenset(("atol", "rtol", "tol", "rcond"))
 
@@ -75,7 +75,7 @@ def names_of(call: OpCall) -> list[str]:
     ]
 
 
-@register_rule(*FACTORED.split(), *REMOVED, torch.ops.prims.svd)
+@register_rule(*FACTORED.split(), *ONLY_BEFORE_2_14, torch.ops.prims.svd)
 def factorization(call: OpCall) -> Rule:
     """Rule of a factorization or function of each matrix of a batch."""
     name = schema_of(call.op).name
