@@ -21,6 +21,8 @@ Form = Callable[..., Iterator[None]]
 The arguments after it are `preserve_rng_state`, `context_fn`, `determinism_check`, `debug`,
 `early_stop`, and those of the function.
 """
+StopRecomputation: type[Exception] = checkpoint._StopRecomputationError
+"""Raised in a second run once everything that was saved in the first is there."""
 _GENERATOR: Any = checkpoint._checkpoint_without_reentrant_generator
 _IMPLEMENTATION: Any = getattr(checkpoint, "_checkpoint_without_reentrant_generator_impl", None)
 """The function of PyTorch 2.14 that takes arguments and options apart, None in older versions."""

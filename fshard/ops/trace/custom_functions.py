@@ -21,6 +21,7 @@ from torch import Tensor, fx
 from torch.autograd.function import once_differentiable
 
 from fshard._torch.autograd_state import SET_GRAD_ENABLED
+from fshard._torch.checkpointing import StopRecomputation
 from fshard._torch.fake_tensors import DataDependentOutputException, DynamicOutputShapeException
 from fshard._torch.functorch import has_setup_context, new_context
 from fshard._torch.modes import DisableTorchFunction
@@ -482,7 +483,7 @@ def _run(name: str, where: str, fn: Any, *args: Any) -> Any:
     """Call a part of a custom function; errors name it."""
     try:
         return fn(*args)
-    except ShardingError:
+    except (ShardingError, StopRecomputation):
         raise
     except Exception as error:  # noqa: BLE001 - it is the user's function that ran
         cause = one_line(error)

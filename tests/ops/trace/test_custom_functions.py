@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 from fshard import Mesh, P
@@ -383,3 +384,30 @@ def test_forwards_that_are_called_have_the_gradients_of_their_operations() -> No
     x = torch.ones(2, requires_grad=True)
     part = fs.partition(call, mesh=MESH, in_specs=P("dp"))
     assert torch.autograd.grad(part(x).sum(), x)[0].tolist() == [2.0, 2.0]
+
+
+class OwnGradient(torch.autograd.Function):
+    """Sine whose forward takes the gradient that its backward multiplies with."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            y = leaf.sin()
+            (ctx.gradient,) = torch.autograd.grad(y.sum(), leaf)
+        return y.detach()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * ctx.gradient
+
+
+def test_forwards_that_take_gradients_run_in_checkpoints() -> None:
+    def call(x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(OwnGradient.apply, x, use_reentrant=False)
+        return y * x
+
+    part = fs.partition(call, mesh=MESH, in_specs=P("dp"))
+    x = sample()
+    grads = [torch.autograd.grad(fn(x).sum(), x)[0] for fn in (part, call)]
+    torch.testing.assert_close(*grads)
