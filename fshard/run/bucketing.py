@@ -32,8 +32,8 @@ from fshard.program.cost.traffic import step_axes
 from fshard.program.program import Program, wire_specs
 from fshard.run.collective import Wire, launch_wire, unchanged
 from fshard.run.interpreter import LocalFunction, stages
-from fshard.run.transports.base import OBSERVERS, Group, Parts, Transport
-from fshard.run.transports.observed_calls import launch_of, notify
+from fshard.run.transports.base import Group, Parts, Transport
+from fshard.run.transports.observed_calls import notify_collective
 from fshard.run.transports.shape_only import ShapeTransport
 
 Locals = list[torch.Tensor]
@@ -274,8 +274,7 @@ def _launch_kind(
         return finish_one
     op, group, *_ = plan.kind
     payloads = [ys[i] if wire.pack is unchanged else wire.pack(ys[i]) for i, wire in plan.own]
-    if OBSERVERS.get():
-        notify(launch_of(plan.name, axes, plan.sent, transport.rank, plan.kind[3]))
+    notify_collective(plan.name, axes, plan.sent, transport.rank, plan.kind[3])
     moved: Callable[[], Sequence[Parts]]
     if op == "all_reduce":
         moved = _all_reduce(plan, payloads, transport, all(i in owned for i, _ in plan.own))

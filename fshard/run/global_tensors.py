@@ -32,7 +32,6 @@ from fshard.run.execute import Pending, check_shards, run_typed_hook
 from fshard.run.from_local import Header, sent_header
 from fshard.run.graphs.graph_node import graph_node
 from fshard.run.transports.base import (
-    OBSERVERS,
     Label,
     Transport,
     backward_phase,
@@ -40,7 +39,7 @@ from fshard.run.transports.base import (
     labelled,
     warn_alone,
 )
-from fshard.run.transports.observed_calls import launch_of, notify
+from fshard.run.transports.observed_calls import notify_collective
 from fshard.run.transports.reduce_dtypes import neutral_like, over
 
 T = TypeVar("T")
@@ -414,8 +413,7 @@ def _send_shards(
         flat, send = torch.cat(parts).to(device), sizes
     sent = (sum(send) - send[index]) * spec.dtype.itemsize
     with labelled(Label("fs.scatter", spec.mesh, arguments=f"({spec}, src={src})")):
-        if OBSERVERS.get():
-            notify(launch_of("scatter", spec.mesh.axes, sent, transport.rank, spec.dtype))
+        notify_collective("scatter", spec.mesh.axes, sent, transport.rank, spec.dtype)
         received = transport.all_to_all(flat, send, receive, group)()
     kind = _neutral_kind(spec, transport.rank)
     if kind is not None:

@@ -230,16 +230,16 @@ class ForwardLookups:
     Args:
         is_traced: returns True if calls of a custom function are traced in this thread.
         requires_grad: returns True if a gradient may be requested of a call with these arguments.
-        every: True if every argument of a call may need a gradient.
+        all_require_grad: True if every argument of a call may need a gradient.
         where: name of the traced function in errors.
     """
 
     def __init__(
-        self, is_traced: Callable[[Any], bool], requires_grad: Callable[[Any], bool], every: bool,
-        where: str,
+        self, is_traced: Callable[[Any], bool], requires_grad: Callable[[Any], bool],
+        all_require_grad: bool, where: str,
     ) -> None:  # fmt: skip
         self.is_traced, self.requires_grad = is_traced, requires_grad
-        self.every, self.where = every, where
+        self.all_require_grad, self.where = all_require_grad, where
         self.thread = threading.local()
 
     def attribute(self, cls: Any, name: str) -> Any:
@@ -268,7 +268,7 @@ class ForwardLookups:
             ctx = args[0] if has_context else new_context(cls)
             if not has_context:
                 ctx.needs_input_grad = tuple(getattr(x, "requires_grad", False) for x in xs)
-            outputs = _forward_and_backward(cls, ctx, xs, self.every, self.where)
+            outputs = _forward_and_backward(cls, ctx, xs, self.all_require_grad, self.where)
             if not has_context:
                 self.thread.context = ctx
             return outputs

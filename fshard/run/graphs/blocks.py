@@ -20,8 +20,8 @@ from fshard._torch.symbolic_numbers import has_symbolic_sizes
 from fshard.program.program import Program
 from fshard.run.collective import Wire
 from fshard.run.interpreter import stages
-from fshard.run.transports.base import OBSERVERS, Finish, Transport, stacked
-from fshard.run.transports.observed_calls import launch_of, notify
+from fshard.run.transports.base import Finish, Transport, stacked
+from fshard.run.transports.observed_calls import notify_collective
 
 Sizes = Sequence[int]
 """Sizes of dims, integers or symbols."""
@@ -94,9 +94,8 @@ def _launch_wire(wire: Wire, x: torch.Tensor, sizes: Sizes, transport: Transport
     """Launch a collective on blocks; see `launch_wire`."""
     payload = _on_blocks(wire.pack, sizes)(x)
     shape, size = payload.shape, math.prod(sizes)
-    if OBSERVERS.get():
-        sent = wire.sent * size * x.element_size()
-        notify(launch_of(wire.name, wire.axes, sent, transport.rank))
+    sent = wire.sent * size * x.element_size()
+    notify_collective(wire.name, wire.axes, sent, transport.rank)
     moved: Callable[[], Any]
     match wire.op:
         case "all_gather":

@@ -75,6 +75,14 @@ def launch_of(
     )
 
 
+def notify_collective(
+    op: str, axes: tuple[str, ...], nbytes: int, rank: int, dtype: torch.dtype | None = None
+) -> None:
+    """Call all observers, if there are any, for one collective that is not a wire's."""
+    if OBSERVERS.get():
+        notify(launch_of(op, axes, nbytes, rank, dtype))
+
+
 def notify(launch: ObservedLaunch, frame: FrameType | None = None) -> ObservedCall:
     """Call all observers for a launch, as one of the user's call, and return that call.
 

@@ -15,7 +15,7 @@ from fshard._torch.operators import schema_of
 from fshard._torch.process_groups import resolve_group
 from fshard.program.cost.traffic import all_gather_traffic, all_reduce_traffic, all_to_all_traffic
 from fshard.run.transports.base import LABEL
-from fshard.run.transports.observed_calls import launch_of, notify
+from fshard.run.transports.observed_calls import notify_collective
 
 NAMESPACES = {"_c10d_functional", "c10d", "_dtensor"}
 OPERATIONS = {
@@ -100,7 +100,7 @@ def _notify(call: RawCollective) -> None:
     is_root = call.root is None or ranks[call.root] == dist.get_rank()
     names = f"ranks {', '.join(map(str, ranks))}"
     sent = _sent(call, len(ranks), is_root)
-    notify(launch_of(call.operation, (names,), sent, dist.get_rank(), call.dtype))
+    notify_collective(call.operation, (names,), sent, dist.get_rank(), call.dtype)
 
 
 def _sent(call: RawCollective, n: int, is_root: bool) -> int:

@@ -18,8 +18,8 @@ from fshard.layout.mesh import Axes, Mesh, as_axes
 from fshard.layout.validation import as_ints
 from fshard.run.autograd.linear_function import FinishAll, Tensors
 from fshard.run.packing import concat_flat, nbytes_of, split_flat
-from fshard.run.transports.base import OBSERVERS, Transport
-from fshard.run.transports.observed_calls import launch_of, notify
+from fshard.run.transports.base import Transport
+from fshard.run.transports.observed_calls import notify_collective
 from fshard.spmd.axis_env import resolve_axes
 from fshard.spmd.collectives.collective_plan import (
     CollectivePlan,
@@ -74,8 +74,7 @@ class PermuteOp:
         if source is not None:
             receive[source] = sum(map(math.prod, shapes))
         nbytes = 0 if target in (None, index) else nbytes_of(flat)
-        if OBSERVERS.get():
-            notify(launch_of("ppermute", self.axes, nbytes, transport.rank, flat.dtype))
+        notify_collective("ppermute", self.axes, nbytes, transport.rank, flat.dtype)
         payload = flat if target is not None else flat[:0]
         finish_exchange = transport.all_to_all(payload, send, receive, group)
         nothing = flat.new_zeros(()).expand(flat.shape) if source is None else None
@@ -115,8 +114,7 @@ class BroadcastOp:
         shapes = [x.shape for x in xs]
         if self.transposed:
             nbytes = 0 if is_source else nbytes_of(flat)
-            if OBSERVERS.get():
-                notify(launch_of("reduce", self.axes, nbytes, transport.rank, flat.dtype))
+            notify_collective("reduce", self.axes, nbytes, transport.rank, flat.dtype)
             finish_exchange = transport.all_to_all(flat, by_source, at_source, group)
 
             def finish_sum() -> Tensors:
@@ -127,8 +125,7 @@ class BroadcastOp:
 
             return finish_sum
         nbytes = (n - 1) * nbytes_of(flat) if is_source else 0
-        if OBSERVERS.get():
-            notify(launch_of("broadcast", self.axes, nbytes, transport.rank, flat.dtype))
+        notify_collective("broadcast", self.axes, nbytes, transport.rank, flat.dtype)
         payload = flat.repeat(n if is_source else 0)
         finish = transport.all_to_all(payload, at_source, by_source, group)
         return lambda: split_flat(finish(), shapes)

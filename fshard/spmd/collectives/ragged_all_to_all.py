@@ -15,8 +15,8 @@ from fshard.layout.mesh import Axes, Mesh, as_axes
 from fshard.layout.tree import flatten
 from fshard.layout.validation import as_ints
 from fshard.run.autograd.linear_function import FinishAll, Tensors, apply_linear
-from fshard.run.transports.base import OBSERVERS, Label, Transport, current_rank, labelled
-from fshard.run.transports.observed_calls import launch_of, notify
+from fshard.run.transports.base import Label, Transport, current_rank, labelled
+from fshard.run.transports.observed_calls import notify_collective
 from fshard.run.transports.shape_only import in_graph, is_abstract
 from fshard.spmd.axis_env import current_tracker
 from fshard.spmd.collectives.axis_index_groups import Groups, resolve_groups
@@ -59,8 +59,7 @@ class RaggedOp:
         width = math.prod(x.shape[1:])
         num_sent = sum(self.send) - self.send[group.index(transport.rank)]
         nbytes = num_sent * width * x.element_size()
-        if OBSERVERS.get():
-            notify(launch_of("ragged_all_to_all", self.axes, nbytes, transport.rank, x.dtype))
+        notify_collective("ragged_all_to_all", self.axes, nbytes, transport.rank, x.dtype)
         send, receive = [n * width for n in self.send], [n * width for n in self.receive]
         finish = transport.all_to_all(x.reshape(-1), send, receive, group)
         shape = (sum(self.receive), *x.shape[1:])
