@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any
 
@@ -84,8 +84,9 @@ def _in_form_by_options(
     try:
         yield
     except BaseException as error:
-        generator.throw(error)
-        raise
+        with suppress(StopIteration):  # a `context_fn` may suppress the error
+            generator.throw(error)
+        return
     yield from generator
 
 

@@ -108,8 +108,16 @@ def _modes_below(kind: int, pointer: Any) -> Modes:
 without_transforms = temporarily_clear_interpreter_stack
 """Context in which no transform of `torch.func` runs: `grad` wraps even tensors made anew."""
 
-FunctionClass = FunctionMeta
-"""Class of custom functions, in which every alias of an `apply` looks up attributes in a call."""
+
+def function_metaclasses() -> list[Any]:
+    """Return the classes of custom functions, in which each `apply` looks up attributes.
+
+    They are that of PyTorch, and those of users that look up attributes themselves.
+    """
+    classes: list[Any] = [FunctionMeta]
+    for cls in classes:
+        classes += [x for x in type.__subclasses__(cls) if x not in classes]
+    return [x for x in classes if x is FunctionMeta or "__getattribute__" in vars(x)]
 
 
 def has_setup_context(function: type[torch.autograd.Function]) -> bool:

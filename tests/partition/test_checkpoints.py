@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -90,6 +91,19 @@ def test_recomputed_dropout_has_the_same_mask(reentrant: bool) -> None:
     (grad,) = torch.autograd.grad(y.sum(), x)
     assert 0 < (y == 0).sum() < y.numel()
     torch.testing.assert_close(grad * x, 2 * y)
+
+
+def test_suppressed_errors_of_a_checkpoint_have_the_message_of_pytorch() -> None:
+    def body(x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = checkpoint(
+            lambda x: x.reshape(-7), x, use_reentrant=False,
+            context_fn=lambda: (suppress(RuntimeError), nullcontext()),
+        )  # fmt: skip
+        return y
+
+    f = fs.shard_map(body, mesh=MESH, in_specs=P(ROWS), out_specs=P(ROWS), check=False)
+    with pytest.raises(RuntimeError, match="context_fn suppressed an exception"):
+        f(torch.ones(8, requires_grad=True))
 
 
 # -- checkpointed calls in partitioned functions ---------------------------------------------

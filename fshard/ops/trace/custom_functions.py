@@ -242,9 +242,8 @@ class ForwardLookups:
         self.all_require_grad, self.where = all_require_grad, where
         self.thread = threading.local()
 
-    def attribute(self, cls: Any, name: str) -> Any:
-        """Return an attribute of a custom function."""
-        value = type.__getattribute__(cls, name)
+    def attribute(self, cls: Any, name: str, value: Any) -> Any:
+        """Return an attribute of a custom function, whose value is given."""
         thread = self.thread
         if name == "_backward_cls":
             thread.applied = cls if torch.is_grad_enabled() else None
@@ -373,7 +372,9 @@ def _with_backward(
     _check_traceable(cls, ctx, len(tied), materialized, where)
     if not tied or not any(ctx.needs_input_grad):
         return result
-    cotangents = {last[id(x)]: COTANGENT(x) for x in tied}
+    # Below autograd, what has no graph in the backward is told by its operands.
+    below = any(isinstance(x, Tensor) and x.requires_grad for x in args)
+    cotangents = {last[id(x)]: COTANGENT(x).requires_grad_(below) for x in tied}
     saved = tuple(ctx.to_save or ())
     gradients = _gradients_by_use(cls, ctx, saved, args, outputs, cotangents, materialized, where)
     columns = enumerate(zip(*gradients.values(), strict=True))

@@ -28,15 +28,15 @@ from fshard._torch.autograd_state import (
 )
 from fshard._torch.fake_tensors import DataDependentOutputException, FakeTensor
 from fshard._torch.functorch import (
-    FunctionClass,
     forward_ad_level,
+    function_metaclasses,
     is_batched,
     is_batched_at_any_level,
     transform_level,
 )
 from fshard._torch.memory import innermost, storage_address
 from fshard._torch.modes import DisableTorchFunction, DispatchMode, function_modes
-from fshard._torch.operators import changes_shape, is_query
+from fshard._torch.operators import is_query
 from fshard._util.dtypes import is_inexact
 from fshard._util.errors import fail, raise_if
 from fshard.layout.tree import tensors_in
@@ -48,7 +48,12 @@ from fshard.ops.trace.constants import (
     with_known_ints,
     with_known_sizes,
 )
-from fshard.ops.trace.custom_functions import ForwardLookups, apply_in_transform, has_own_backward
+from fshard.ops.trace.custom_functions import (
+    CUSTOM_GRADIENT,
+    ForwardLookups,
+    apply_in_transform,
+    has_own_backward,
+)
 from fshard.ops.trace.functionalize import base_of, drops_nothing, writes, written_operands
 from fshard.ops.trace.fused_updates import FUSED_STEPS
 from fshard.ops.trace.inference import as_traced
@@ -57,7 +62,6 @@ from fshard.ops.trace.traced_positions import TracedPositions
 from fshard.ops.trace.unread_values import WITHOUT_READS
 from fshard.run.transports.divergence_report import user_line
 from fshard.spmd.closure_inputs import graph_leaves
-from fshard.spmd.tracking.torch_effects import Action, effect_of
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _REPLACED = {**WITHOUT_READS, **FUSED_STEPS, _SET_DATA: lambda x, y: None}
@@ -237,17 +241,7 @@ def _requires(requires_grad: bool = True) -> bool:
 
 
 class BelowAutograd(TraceMode):
-    """Mode of a trace below autograd; detaches what has no graph in eager PyTorch.
-
-    These are gradients without `create_graph`, and operands under `no_grad`. Nothing is detached
-    unless gradients are `tracked` around the function, since then nothing has a graph.
-    """
-
-    def __init__(
-        self, where: str, requires_grad: Sequence[bool], tracked: bool, *, outside: bool
-    ) -> None:
-        super().__init__(where, requires_grad, outside=outside)
-        self.tracked = tracked
+    """Mode of a trace below autograd, where gradients are operations of the graph."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -261,53 +255,27 @@ class BelowAutograd(TraceMode):
         func, args, kwargs = with_known_sizes(func, args, kwargs or {}, self.read)
         if (replaced := self.positions.replaced(func, args, kwargs)) is not None:
             return replaced()
-        is_untracked = self.tracked and not torch.is_grad_enabled() and not changes_shape(func)
-        if is_untracked and effect_of(func).action not in _UNTRACKED:
-            return self._without_gradients(func, args, kwargs)
         out = self.run(func, args, kwargs)
         note_gradients(out)
-        has_graph = func is not torch.autograd.grad or bool(kwargs.get("create_graph"))
-        if func == _GRAD and out is not None:  # which backward() has filled
-            has_graph = out.requires_grad
-        if not self.tracked or has_graph:
-            return out
-        return map_instances(out, torch.Tensor, lambda x: x.detach() if is_inexact(x) else x)
-
-    def _without_gradients(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return the result of a call under `no_grad`, of operands that are detached.
-
-        The graph has no grad mode: a write to a detached operand is one that gradients pass by.
-        """
-        originals: dict[int, torch.Tensor] = {}
-
-        def detached(x: torch.Tensor) -> torch.Tensor:
-            if not innermost(x).requires_grad:  # a batch of a `vmap` does not say so itself
-                return x
-            alias = x.detach()
-            originals[id(alias)] = x
-            return alias
-
-        args, kwargs = map_call(args, kwargs, torch.Tensor, detached)
-        out = self.run(func, args, kwargs)
-        # Functions such as x.contiguous() may return the operand itself.
-        return map_instances(out, torch.Tensor, lambda x: originals.get(id(x), x))
+        return out
 
 
-_UNTRACKED = frozenset(
-    (Action.NONE, Action.SAME, Action.GRAD, Action.SET_GRAD, Action.GRADIENTS, Action.BACKWARD)
-)
-"""Actions of functions on tensors themselves, and on their gradients."""
-_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
+class AutogradsView(DispatchMode):
+    """Mode below autograd, for what a graph of operations does not hold of it.
 
+    Operands of operations that eager PyTorch has no graph of are detached: those under `no_grad`,
+    of gradients without `create_graph`, and of `torch.func.grad` under `no_grad`. Autograd's
+    detached copies of saved tensors are noted; `undo_detach` puts the originals back, so that
+    second derivatives reach them.
 
-class SavedTensors(DispatchMode):
-    """Mode that notes which graph nodes are autograd's detached copies of saved tensors.
-
-    `undo_detach` puts the originals back, so that second derivatives reach them.
+    Args:
+        detaches: False for a trace above autograd, whose graph holds the grad mode, and where no
+            gradients are tracked around the function.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, detaches: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.detaches = detaches
         self.saved: dict[fx.Node, bool] = {}
         self.unpacked: set[fx.Node | None] = set()
         self.written: set[fx.Node | None] = set()
@@ -334,7 +302,10 @@ class SavedTensors(DispatchMode):
             while node is not None:
                 self.written.add(node)
                 node = base_of(node)
-        out = func(*args, **(kwargs or {}))
+        if func is _DETACH or torch.is_grad_enabled() or not self.detaches:
+            out = func(*args, **(kwargs or {}))
+        else:
+            out = _run_detached(func, args, kwargs or {})
         if func is _DETACH and graph_task_id() != -1:  # autograd runs backward
             self.unpacked.add(_node_of(out))
         return out
@@ -350,6 +321,24 @@ class SavedTensors(DispatchMode):
 
 
 _DETACH = torch.ops.aten.detach.default
+
+
+def _run_detached(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run an operation on detached operands: a write to one is a write that gradients pass by."""
+    if torch.Tag.inplace_view in func.tags or func is CUSTOM_GRADIENT or is_query(func):
+        return func(*args, **kwargs)
+    originals: dict[int, torch.Tensor] = {}
+
+    def detached(x: torch.Tensor) -> torch.Tensor:
+        if not x.requires_grad:
+            return x
+        alias: torch.Tensor = _DETACH(x)
+        originals[id(alias)] = x
+        return alias
+
+    args, kwargs = map_call(args, kwargs, torch.Tensor, detached)
+    out = func(*args, **kwargs)
+    return map_instances(out, torch.Tensor, lambda x: originals.get(id(x), x))
 
 
 def _tracked_nodes(graph: fx.Graph) -> set[fx.Node]:
@@ -429,7 +418,8 @@ def refuse_hidden_gradients(
             a trace outside of them; levels within the function are others.
         where: name of the function in errors.
     """
-    original = {owner: vars(owner).get(name) for owner, name in _PATCHED}
+    patched = [*_PATCHED, *((owner, "__getattribute__") for owner in function_metaclasses())]
+    original = {owner: vars(owner).get(name) for owner, name in patched}
 
     def is_traced(cls: Any) -> bool:
         return depth() > 0 and transform_level() is None and has_own_backward(cls)
@@ -437,8 +427,9 @@ def refuse_hidden_gradients(
     lookups = ForwardLookups(is_traced, lambda args: any(requires_grad) or _reaches_outside(args),
                              any(requires_grad), where)  # fmt: skip
 
-    def attribute(cls: Any, name: str) -> Any:  # a function, which is bound to the class
-        return lookups.attribute(cls, name)
+    def looked_up(find: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+        # A function, which is bound to the class.
+        return lambda cls, name: lookups.attribute(cls, name, find(cls, name))
 
     def under_transform(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if depth() and transform_level() == outer_level() and has_own_backward(cls):
@@ -471,7 +462,8 @@ def refuse_hidden_gradients(
                  "hooks get the saved locals")  # fmt: skip
         original[saved_tensors_hooks](self)
 
-    FunctionClass.__getattribute__ = attribute  # type: ignore[method-assign]
+    for owner in function_metaclasses():
+        owner.__getattribute__ = looked_up(original[owner] or type.__getattribute__)
     vars(function)["custom_function_call"] = under_transform
     torch.autograd.backward = backward
     BackwardHook.__init__ = hook  # type: ignore[method-assign, assignment]
@@ -479,7 +471,7 @@ def refuse_hidden_gradients(
     try:
         yield
     finally:
-        for owner, name in _PATCHED:
+        for owner, name in patched:
             if original[owner] is None:
                 delattr(owner, name)
             else:
@@ -487,8 +479,7 @@ def refuse_hidden_gradients(
 
 
 _PATCHED: tuple[tuple[Any, str], ...] = (
-    (FunctionClass, "__getattribute__"), (function, "custom_function_call"),
-    (torch.autograd, "backward"), (BackwardHook, "__init__"),
+    (function, "custom_function_call"), (torch.autograd, "backward"), (BackwardHook, "__init__"),
     (saved_tensors_hooks, "__enter__"),
 )  # fmt: skip
 

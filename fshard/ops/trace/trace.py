@@ -57,9 +57,9 @@ from fshard.ops.trace.functionalize import functional, split_lists, writes
 from fshard.ops.trace.inference import inference_without_grad
 from fshard.ops.trace.inner_gradients import (
     AboveAutograd,
+    AutogradsView,
     BelowAutograd,
     ReadsBatchedTensor,
-    SavedTensors,
     TakesGradients,
     refuse_grads,
     refuse_hidden_gradients,
@@ -179,8 +179,7 @@ def trace(
         if above:
             with suppress(TakesGradients):
                 return trace_with(lambda: AboveAutograd(where, requires_grad, outside=outside))
-        tracked = torch.is_grad_enabled()
-        return trace_with(lambda: BelowAutograd(where, requires_grad, tracked, outside=outside))
+        return trace_with(lambda: BelowAutograd(where, requires_grad, outside=outside))
 
     with (
         _TRACE_LOCK,
@@ -232,6 +231,7 @@ def _trace(
     symbols, env = (symbolic.symbols, symbolic.env) if symbolic else ((), None)
     guard = ClosureGuard()
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
+    view = AutogradsView(detaches=not above and torch.is_grad_enabled())
     record = graph_recorder(run, above_autograd=above)  # whose import needs no fake mode
     with (
         fake_mode, _deeper(), without_fake_tensor_logs(), compiled_functions_inlined(),
@@ -239,9 +239,9 @@ def _trace(
     ):  # fmt: skip
         fakes = _arguments(metas, devices, () if above else requires_grad)
         try:
-            with guard, mode.positions, SavedTensors() as saved:
+            with guard, mode.positions, view:
                 graph: fx.GraphModule = record(*fakes, *symbols)
-            saved.undo_detach()
+            view.undo_detach()
             mode.positions.gathered.clear()
             filled = [i for i, fake in enumerate(fakes) if fake.is_leaf and fake.grad is not None]
             if filled:

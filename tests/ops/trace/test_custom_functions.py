@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionMeta
 from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
@@ -411,3 +412,29 @@ def test_forwards_that_take_gradients_run_in_checkpoints() -> None:
     x = sample()
     grads = [torch.autograd.grad(fn(x).sum(), x)[0] for fn in (part, call)]
     torch.testing.assert_close(*grads)
+
+
+class LooksUpItself(FunctionMeta):
+    """Metaclass that looks up the attributes of its classes, without that of PyTorch."""
+
+    def __getattribute__(self, name: str) -> Any:
+        return type.__getattribute__(self, name)
+
+
+class LooksUpByParent(FunctionMeta):
+    """Metaclass whose look-ups end in that of PyTorch."""
+
+    def __getattribute__(self, name: str) -> Any:
+        return super().__getattribute__(name)
+
+
+@pytest.mark.parametrize("metaclass", [LooksUpItself, LooksUpByParent])
+def test_metaclasses_with_their_own_lookups(metaclass: type) -> None:
+    """Custom gradients are traced, and the metaclasses are afterwards as before."""
+    before = vars(metaclass)["__getattribute__"]
+    own = metaclass("OwnRound", (Round,), {})
+    x = sample()
+    part = fs.partition(own.apply, mesh=MESH, in_specs=P("dp"))
+    grads = [torch.autograd.grad(fn(x).sum(), x) for fn in (part, Round.apply)]
+    torch.testing.assert_close(*grads)
+    assert vars(metaclass)["__getattribute__"] is before

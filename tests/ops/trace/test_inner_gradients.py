@@ -567,14 +567,3 @@ def test_hessian_of_a_product_with_a_vector() -> None:
     x, w = torch.randn(2, 4, 4, dtype=torch.float64).requires_grad_()
     part = fs.partition(of_vector, mesh=fs.Mesh(x=2), in_specs=(P("x"), P("x")))
     torch.testing.assert_close(part(x, w[0]), of_vector(x, w[0]))
-
-
-def test_batches_under_no_grad_are_constants() -> None:
-    def fn(x: Tensor) -> Tensor:
-        with torch.no_grad():
-            squares = torch.func.vmap(torch.square)(x)
-        return squares * x
-
-    x = torch.full((4,), 3.0, requires_grad=True)
-    part = fs.partition(fn, mesh=MESH, in_specs=P("dp"))
-    assert torch.autograd.grad(part(x).sum(), x)[0].tolist() == [9.0] * 4
