@@ -83,7 +83,7 @@ def _in_form_by_options(
         _RESPECTS_HOOKS.reset(token)
     try:
         yield
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - the generator decides what becomes of it
         with suppress(StopIteration):  # a `context_fn` may suppress the error
             generator.throw(error)
         return

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from torch import fx
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -63,13 +64,19 @@ def is_recording() -> bool:
     return tracer is not None and tracer.get_proxy_mode() is not None
 
 
-def depends_on_inputs(x: torch.Tensor) -> bool:
-    """Return True if the graph that `make_fx` records has `x` as a function of its inputs."""
+def recorded_node(x: torch.Tensor) -> fx.Node | None:
+    """Return the node of a tensor in the graph that `make_fx` records, None for other tensors."""
     from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
     mode = get_proxy_mode()
     slot: Any = None if mode is None else get_proxy_slot(x, mode.tracer, None)
-    seen, todo = set(), [] if slot is None else [slot.proxy.node]
+    return None if slot is None else slot.proxy.node
+
+
+def depends_on_inputs(x: torch.Tensor) -> bool:
+    """Return True if the graph that `make_fx` records has `x` as a function of its inputs."""
+    first = recorded_node(x)
+    seen, todo = set[fx.Node](), [] if first is None else [first]
     while todo:
         node = todo.pop()
         if node.op == "placeholder":

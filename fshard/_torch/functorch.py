@@ -105,6 +105,15 @@ def _modes_below(kind: int, pointer: Any) -> Modes:
     return grad_mode, pointer.prevFwdGradMode()
 
 
+def tracks_around_transforms() -> bool:
+    """Return True if gradients were tracked where each `grad` that runs began.
+
+    A grad mode that is off where one begins is off at all levels outside of it.
+    """
+    layers = torch._C._functorch.get_interpreter_stack() or ()
+    return all(CGradInterpreterPtr(x).prevGradMode() for x in layers if x.key().value == _GRAD)
+
+
 without_transforms = temporarily_clear_interpreter_stack
 """Context in which no transform of `torch.func` runs: `grad` wraps even tensors made anew."""
 

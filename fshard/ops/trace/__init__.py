@@ -3,7 +3,7 @@
 - `trace`: the graph of a function or of a decomposition; `fs.constrain`.
 - `functionalize`: writes in place become new values.
 - `inner_gradients`: functions that take gradients or use `torch.func` themselves.
-- `inference`: blocks of `torch.inference_mode` as blocks without gradients.
+- `grad_modes`: operations without gradients, and tensors that autograd has saved.
 - `custom_functions`: the backward of a custom `autograd.Function` as a graph.
 - `mapped_regions`: calls of mapped functions as operations that run on locals.
 - `checkpoints`: calls of `torch.utils.checkpoint` as marks around their operations.

@@ -372,9 +372,7 @@ def _with_backward(
     _check_traceable(cls, ctx, len(tied), materialized, where)
     if not tied or not any(ctx.needs_input_grad):
         return result
-    # Below autograd, what has no graph in the backward is told by its operands.
-    below = any(isinstance(x, Tensor) and x.requires_grad for x in args)
-    cotangents = {last[id(x)]: COTANGENT(x).requires_grad_(below) for x in tied}
+    cotangents = {last[id(x)]: COTANGENT(x) for x in tied}
     saved = tuple(ctx.to_save or ())
     gradients = _gradients_by_use(cls, ctx, saved, args, outputs, cotangents, materialized, where)
     columns = enumerate(zip(*gradients.values(), strict=True))

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import wraps
 from operator import gt
 from typing import Any, NoReturn
 
@@ -31,16 +33,15 @@ from fshard._torch.functorch import (
     forward_ad_level,
     function_metaclasses,
     is_batched,
-    is_batched_at_any_level,
+    tracks_around_transforms,
     transform_level,
 )
 from fshard._torch.memory import innermost, storage_address
-from fshard._torch.modes import DisableTorchFunction, DispatchMode, function_modes
-from fshard._torch.operators import is_query
+from fshard._torch.modes import DisableTorchFunction, function_modes, pushed_function_modes
 from fshard._util.dtypes import is_inexact
 from fshard._util.errors import fail, raise_if
 from fshard.layout.tree import tensors_in
-from fshard.ops.core.call import map_call, map_instances, name_of
+from fshard.ops.core.call import map_instances, name_of
 from fshard.ops.core.window_arguments import argument_problems
 from fshard.ops.trace.constants import (
     READS,
@@ -48,20 +49,16 @@ from fshard.ops.trace.constants import (
     with_known_ints,
     with_known_sizes,
 )
-from fshard.ops.trace.custom_functions import (
-    CUSTOM_GRADIENT,
-    ForwardLookups,
-    apply_in_transform,
-    has_own_backward,
-)
-from fshard.ops.trace.functionalize import base_of, drops_nothing, writes, written_operands
+from fshard.ops.trace.custom_functions import ForwardLookups, apply_in_transform, has_own_backward
+from fshard.ops.trace.functionalize import drops_nothing, writes
 from fshard.ops.trace.fused_updates import FUSED_STEPS
-from fshard.ops.trace.inference import as_traced
+from fshard.ops.trace.grad_modes import DETACH, AutogradsView, as_traced, node_of
 from fshard.ops.trace.source_places import note_gradients, note_place
 from fshard.ops.trace.traced_positions import TracedPositions
 from fshard.ops.trace.unread_values import WITHOUT_READS
 from fshard.run.transports.divergence_report import user_line
 from fshard.spmd.closure_inputs import graph_leaves
+from fshard.spmd.tracking.torch_effects import Action, effect_of
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _REPLACED = {**WITHOUT_READS, **FUSED_STEPS, _SET_DATA: lambda x, y: None}
@@ -109,6 +106,7 @@ class TraceMode(TorchFunctionMode):
         super().__init__()
         self.where, self.needed, self.requires_grad = where, requires_grad, any(requires_grad)
         self.closures: list[torch.Tensor] = []
+        self.view = AutogradsView()
         self.outside = outside
         self.positions = TracedPositions(
             lambda func, *args: self.__torch_function__(func, (), args, {}),  # type: ignore[no-untyped-call]
@@ -117,7 +115,7 @@ class TraceMode(TorchFunctionMode):
 
     def read(self, func: Any, args: Sequence[Any], kwargs: Any) -> tuple[Any, ...]:
         """Return the value that a function reads of constants, in a tuple, or ()."""
-        values, closures = read_constants(func, args, kwargs or {}, _node_of, _closed_over())
+        values, closures = read_constants(func, args, kwargs or {}, node_of, _closed_over())
         self.closures += closures
         return values
 
@@ -132,7 +130,7 @@ class TraceMode(TorchFunctionMode):
             self.positions.put_back()
             return out
         except Exception as error:
-            setattr(error, READ, (func, [*map(_node_of, tensors_in((args, kwargs)))]))
+            setattr(error, READ, (func, [*map(node_of, tensors_in((args, kwargs)))]))
             problems = argument_problems(func, args, kwargs)
             if not problems:
                 raise
@@ -208,7 +206,7 @@ class AboveAutograd(TraceMode):
             return replaced()
         with _returned_operands_keep_nodes((args, kwargs)):
             out = self.run(func, args, kwargs)
-        node = _node_of(out) if isinstance(out, torch.Tensor) else None
+        node = node_of(out) if isinstance(out, torch.Tensor) else None
         if node is not None and drops_nothing(node):  # PyTorch's trace makes a new tensor
             return next(tensors_in((args, kwargs)))
         if func == torch.Tensor.requires_grad.__get__ and not out:  # type: ignore[attr-defined]
@@ -217,7 +215,7 @@ class AboveAutograd(TraceMode):
 
     def _reaches(self, x: torch.Tensor) -> bool:
         """Return True if gradients of a tensor reach a requested or a closed-over one."""
-        node = _node_of(x)
+        node = node_of(x)
         if node is None:
             return False
         nodes, closed_over = _tracked_nodes(node.graph), _closed_over()
@@ -241,7 +239,26 @@ def _requires(requires_grad: bool = True) -> bool:
 
 
 class BelowAutograd(TraceMode):
-    """Mode of a trace below autograd, where gradients are operations of the graph."""
+    """Mode of a trace below autograd; detaches what has no graph in eager PyTorch.
+
+    These are gradients without `create_graph`, and operands under `no_grad`. Nothing is detached
+    unless gradients are `tracked` around the function, since then nothing has a graph.
+    """
+
+    def __init__(
+        self, where: str, requires_grad: Sequence[bool], tracked: bool, *, outside: bool
+    ) -> None:
+        super().__init__(where, requires_grad, outside=outside)
+        self.tracked = tracked
+
+    def __enter__(self) -> BelowAutograd:
+        self.outer = _BELOW.set(self)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        _BELOW.reset(self.outer)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -255,90 +272,46 @@ class BelowAutograd(TraceMode):
         func, args, kwargs = with_known_sizes(func, args, kwargs or {}, self.read)
         if (replaced := self.positions.replaced(func, args, kwargs)) is not None:
             return replaced()
-        out = self.run(func, args, kwargs)
+        is_off = not torch.is_grad_enabled() and effect_of(func).action not in _UNTRACKED
+        detaches = self.tracked and (is_off or not tracks_around_transforms())
+        outer, self.view.detaches = self.view.detaches, detaches
+        try:
+            out = self.run(func, args, kwargs)
+        finally:
+            self.view.detaches = outer
         note_gradients(out)
-        return out
+        has_graph = func is not torch.autograd.grad or bool(kwargs.get("create_graph"))
+        if func == _GRAD and out is not None:  # which backward() has filled
+            has_graph = out.requires_grad
+        if not self.tracked or has_graph:
+            return out
+        return map_instances(out, torch.Tensor, lambda x: x.detach() if is_inexact(x) else x)
 
 
-class AutogradsView(DispatchMode):
-    """Mode below autograd, for what a graph of operations does not hold of it.
-
-    Operands of operations that eager PyTorch has no graph of are detached: those under `no_grad`,
-    of gradients without `create_graph`, and of `torch.func.grad` under `no_grad`. Autograd's
-    detached copies of saved tensors are noted; `undo_detach` puts the originals back, so that
-    second derivatives reach them.
-
-    Args:
-        detaches: False for a trace above autograd, whose graph holds the grad mode, and where no
-            gradients are tracked around the function.
-    """
-
-    def __init__(self, *, detaches: bool) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.detaches = detaches
-        self.saved: dict[fx.Node, bool] = {}
-        self.unpacked: set[fx.Node | None] = set()
-        self.written: set[fx.Node | None] = set()
-        """Nodes of tensors that the function writes, which get gradients of what is written, and
-        of those whose views they are."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        # Autograd asks a leaf for its device while it holds the mutex that `is_leaf` takes.
-        tensors = () if is_query(func) else tensors_in((args, kwargs or {}))
-        for x in tensors:
-            node = _node_of(x) if x.requires_grad else None
-            # No other tensor is asked if it is a leaf: a view of a base that was written since
-            # replays itself for the answer, and cannot below autograd.
-            if node is None or node.target is not _DETACH:
-                continue
-            # A tensor that the function detaches has no gradient, or is a leaf of its own.
-            if node in self.unpacked or not (x.is_leaf or node in self.written):
-                self.saved[node] = x.is_leaf
-        # Operations on lists return no new tensors for those that they write.
-        for x in tensors_in(written_operands(func, args, kwargs or {})):
-            node = _node_of(x)
-            while node is not None:
-                self.written.add(node)
-                node = base_of(node)
-        if func is _DETACH or torch.is_grad_enabled() or not self.detaches:
-            out = func(*args, **(kwargs or {}))
-        else:
-            out = _run_detached(func, args, kwargs or {})
-        if func is _DETACH and graph_task_id() != -1:  # autograd runs backward
-            self.unpacked.add(_node_of(out))
-        return out
-
-    def undo_detach(self) -> None:
-        """Replace every unpacked tensor in the graph by the tensor that was saved."""
-        for node, is_leaf in self.saved.items():
-            source = node
-            # A leaf can be detached from another tensor by the function, a result cannot.
-            while source.target is _DETACH and (not is_leaf or source in self.unpacked):
-                source = source.args[0]  # type: ignore[assignment]
-            node.replace_all_uses_with(source)
+_BELOW: ContextVar[BelowAutograd] = ContextVar("fshard_below_autograd")
+"""The mode of the innermost trace below autograd."""
 
 
-_DETACH = torch.ops.aten.detach.default
+def _within_mode(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a backward that the mode of the trace sees, which a gradient within it has left."""
+    mode = _BELOW.get(None)
+    if mode is None or mode in function_modes():
+        return backward
+
+    @wraps(backward)
+    def run(*args: Any) -> Any:
+        with pushed_function_modes([mode]):
+            return backward(*args)
+
+    return run
 
 
-def _run_detached(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run an operation on detached operands: a write to one is a write that gradients pass by."""
-    if torch.Tag.inplace_view in func.tags or func is CUSTOM_GRADIENT or is_query(func):
-        return func(*args, **kwargs)
-    originals: dict[int, torch.Tensor] = {}
-
-    def detached(x: torch.Tensor) -> torch.Tensor:
-        if not x.requires_grad:
-            return x
-        alias: torch.Tensor = _DETACH(x)
-        originals[id(alias)] = x
-        return alias
-
-    args, kwargs = map_call(args, kwargs, torch.Tensor, detached)
-    out = func(*args, **kwargs)
-    return map_instances(out, torch.Tensor, lambda x: originals.get(id(x), x))
+_UNDEFINED = (torch.autograd.Function.backward, torch.autograd.Function.vjp)
+_UNTRACKED = frozenset(
+    (Action.NONE, Action.SAME, Action.GRAD, Action.SET_GRAD, Action.GRADIENTS, Action.BACKWARD)
+)
+"""Actions of functions on tensors themselves, and on their gradients."""
+_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 
 
 def _tracked_nodes(graph: fx.Graph) -> set[fx.Node]:
@@ -347,7 +320,7 @@ def _tracked_nodes(graph: fx.Graph) -> set[fx.Node]:
     for node in graph.nodes:
         if node.target is SET_GRAD_ENABLED:
             (tracks,) = node.args
-        elif node.op != "call_function" or (tracks and node.target != _DETACH):
+        elif node.op != "call_function" or (tracks and node.target != DETACH):
             nodes.add(node)
     return nodes
 
@@ -358,16 +331,6 @@ def _closed_over() -> Callable[[str], torch.Tensor]:
 
     mode: Any = get_proxy_mode()
     return lambda name: getattr(mode.tracer.root, name)
-
-
-def _node_of(x: torch.Tensor) -> fx.Node | None:
-    """Return the node of a tensor in the graph that is being traced, None for other tensors."""
-    from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
-
-    mode: Any = get_proxy_mode()
-    x = x if is_batched_at_any_level(x) else innermost(x)
-    slot: Any = None if mode is None else get_proxy_slot(x, mode.tracer, None)
-    return None if slot is None else slot.proxy.node
 
 
 @contextmanager
@@ -384,7 +347,7 @@ def _returned_operands_keep_nodes(operands: Any) -> Iterator[None]:
     slots: list[Any] = [get_proxy_slot(x, mode.tracer, None) for x in tensors]
     yield
     for x, slot in zip(tensors, slots, strict=True):
-        node = None if slot is None else _node_of(x)
+        node = None if slot is None else node_of(x)
         if node is not None and node is not slot.proxy.node and not writes(node):
             set_proxy_slot(x, mode.tracer, slot)
 
@@ -427,10 +390,6 @@ def refuse_hidden_gradients(
     lookups = ForwardLookups(is_traced, lambda args: any(requires_grad) or _reaches_outside(args),
                              any(requires_grad), where)  # fmt: skip
 
-    def looked_up(find: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
-        # A function, which is bound to the class.
-        return lambda cls, name: lookups.attribute(cls, name, find(cls, name))
-
     def under_transform(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if depth() and transform_level() == outer_level() and has_own_backward(cls):
             return apply_in_transform(cls, args, where)
@@ -463,7 +422,7 @@ def refuse_hidden_gradients(
         original[saved_tensors_hooks](self)
 
     for owner in function_metaclasses():
-        owner.__getattribute__ = looked_up(original[owner] or type.__getattribute__)
+        owner.__getattribute__ = _traced_lookups(lookups, original[owner])
     vars(function)["custom_function_call"] = under_transform
     torch.autograd.backward = backward
     BackwardHook.__init__ = hook  # type: ignore[method-assign, assignment]
@@ -476,6 +435,21 @@ def refuse_hidden_gradients(
                 delattr(owner, name)
             else:
                 setattr(owner, name, original[owner])
+
+
+def _traced_lookups(lookups: ForwardLookups, find: Any) -> Callable[[Any, str], Any]:
+    """Return the look-up of attributes of custom functions while a function is traced.
+
+    `find` is that of their metaclass, None for that of `type`.
+    """
+
+    def attribute(cls: Any, name: str) -> Any:  # a function, which is bound to the class
+        value = lookups.attribute(cls, name, (find or type.__getattribute__)(cls, name))
+        if name not in ("backward", "vjp") or value in _UNDEFINED or graph_task_id() == -1:
+            return value
+        return _within_mode(value) if lookups.is_traced(cls) else value
+
+    return attribute
 
 
 _PATCHED: tuple[tuple[Any, str], ...] = (

@@ -54,10 +54,9 @@ from fshard.ops.trace.checkpoints import (
 )
 from fshard.ops.trace.custom_functions import extract_backwards, has_effects
 from fshard.ops.trace.functionalize import functional, split_lists, writes
-from fshard.ops.trace.inference import inference_without_grad
+from fshard.ops.trace.grad_modes import inference_without_grad
 from fshard.ops.trace.inner_gradients import (
     AboveAutograd,
-    AutogradsView,
     BelowAutograd,
     ReadsBatchedTensor,
     TakesGradients,
@@ -179,7 +178,8 @@ def trace(
         if above:
             with suppress(TakesGradients):
                 return trace_with(lambda: AboveAutograd(where, requires_grad, outside=outside))
-        return trace_with(lambda: BelowAutograd(where, requires_grad, outside=outside))
+        tracked = torch.is_grad_enabled()
+        return trace_with(lambda: BelowAutograd(where, requires_grad, tracked, outside=outside))
 
     with (
         _TRACE_LOCK,
@@ -231,7 +231,6 @@ def _trace(
     symbols, env = (symbolic.symbols, symbolic.env) if symbolic else ((), None)
     guard = ClosureGuard()
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
-    view = AutogradsView(detaches=not above and torch.is_grad_enabled())
     record = graph_recorder(run, above_autograd=above)  # whose import needs no fake mode
     with (
         fake_mode, _deeper(), without_fake_tensor_logs(), compiled_functions_inlined(),
@@ -239,9 +238,9 @@ def _trace(
     ):  # fmt: skip
         fakes = _arguments(metas, devices, () if above else requires_grad)
         try:
-            with guard, mode.positions, view:
+            with guard, mode.positions, mode.view:
                 graph: fx.GraphModule = record(*fakes, *symbols)
-            view.undo_detach()
+            mode.view.undo_detach()
             mode.positions.gathered.clear()
             filled = [i for i, fake in enumerate(fakes) if fake.is_leaf and fake.grad is not None]
             if filled:
