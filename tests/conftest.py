@@ -40,7 +40,7 @@ def frozen_heap() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark all cases of a test with `sampled(n)` as slow, except every n-th one.
+    """Mark all cases of a test with `sampled(n)` as slow, except every n-th one; order the rest.
 
     An n that divides the number of values of no parameter reaches all values of all parameters.
     Drawn tests have a third of their examples unless the run is thorough.
@@ -50,6 +50,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             used = test._hypothesis_internal_use_settings
             fewer = settings(used, max_examples=-(-used.max_examples // 3))
             test._hypothesis_internal_use_settings = fewer
+    # Searches of the heap for references take seconds each once the suite has filled its caches.
+    items.sort(key=lambda item: item.get_closest_marker("searches_heap") is None)
     places: Counter[str] = Counter()
     for item in items:
         mark = item.get_closest_marker("sampled")

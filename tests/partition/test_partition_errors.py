@@ -129,6 +129,7 @@ class Box:
         self.loss = loss
 
 
+@pytest.mark.searches_heap
 def test_tensors_in_objects_and_leaked_tensors_are_refused() -> None:
     part = fs.partition(lambda x: Result(x.sum()), mesh=MESH)
     rule = (

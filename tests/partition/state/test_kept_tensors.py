@@ -14,6 +14,7 @@ import fshard as fs
 from fshard import Mesh, P
 
 MESH = Mesh(dp=2, tp=2)
+pytestmark = pytest.mark.searches_heap
 
 
 def error_of(part: Any, *args: Any) -> str:
