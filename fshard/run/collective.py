@@ -110,9 +110,9 @@ def launch_wire(
     A local that is `owned` may be written: no one else has its memory.
     """
     payload = wire.pack(x)
-    if OBSERVERS.get():
+    if observers := OBSERVERS.get():
         known = wire.launches.get(payload.dtype)  # without a call of Python's: see `notify`
-        notify(known or observed_launch(wire, payload, transport.rank))
+        notify(known or observed_launch(wire, payload, transport.rank), observers)
     moved: Callable[[], Parts]
     match wire.op:
         case "all_gather":

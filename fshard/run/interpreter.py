@@ -102,8 +102,8 @@ def run_on_shards(
         for rank, stage, x in zip(mesh.ranks, step_stages, xs, strict=True):
             if isinstance(stage, Wire):
                 payloads[rank] = payload = stage.pack(x)
-                if OBSERVERS.get():
-                    notify(observed_launch(stage, payload, rank))
+                if observers := OBSERVERS.get():
+                    notify(observed_launch(stage, payload, rank), observers)
         moved: dict[int, torch.Tensor] = {}
         with torch.no_grad():
             for group, wire, splits in calls:

@@ -19,7 +19,7 @@ import fshard as fs
 from fshard.program.cost.traffic import step_axes, traffic
 from fshard.run.transports import observed_calls
 from fshard.run.transports.base import Event, ObservedCall, observe, unobserved
-from fshard.run.transports.observed_calls import launch_of, notify
+from fshard.run.transports.observed_calls import notify_collective
 from fshard.show.comm import comm_log
 from fshard.show.comm.phase import FIELDS
 from fshard.show.table import Table
@@ -155,8 +155,8 @@ def test_recomputation_in_backward_counts_as_backward() -> None:
 def test_counts_are_of_the_busiest_rank() -> None:
     with fs.comm_log() as log:
         for rank, nbytes in ((0, 10), (0, 20), (1, 5), (1, 5), (1, 5)):
-            notify(launch_of("all_gather", ("tp",), nbytes, rank))
-        notify(launch_of("all_to_all", ("dp",), 7, 1))
+            notify_collective("all_gather", ("tp",), nbytes, rank)
+        notify_collective("all_to_all", ("dp",), 7, 1)
     assert log.counts == {("all_gather", "tp"): 3, ("all_to_all", "dp"): 1}
     assert log.bytes == {("all_gather", "tp"): 30, ("all_to_all", "dp"): 7}
     assert log.total_bytes == 30
@@ -164,11 +164,11 @@ def test_counts_are_of_the_busiest_rank() -> None:
 
 def test_logs_nest_and_stay_readable() -> None:
     with fs.comm_log() as outer:
-        notify(launch_of("a", ("x",), 1, 0))
+        notify_collective("a", ("x",), 1, 0)
         with fs.comm_log() as inner:
-            notify(launch_of("b", ("x",), 2, 0))
-        notify(launch_of("c", ("x",), 4, 0))
-    notify(launch_of("d", ("x",), 8, 0))
+            notify_collective("b", ("x",), 2, 0)
+        notify_collective("c", ("x",), 4, 0)
+    notify_collective("d", ("x",), 8, 0)
     assert inner.counts == {("b", "x"): 1}
     assert list(outer.counts) == [("a", "x"), ("b", "x"), ("c", "x")]
     assert (inner.total_bytes, outer.total_bytes) == (2, 7)
@@ -176,9 +176,9 @@ def test_logs_nest_and_stay_readable() -> None:
 
 def test_log_ends_with_its_block_on_errors() -> None:
     with pytest.raises(RuntimeError), fs.comm_log() as log:  # noqa: PT012
-        notify(launch_of("a", ("x",), 1, 0))
+        notify_collective("a", ("x",), 1, 0)
         raise RuntimeError
-    notify(launch_of("b", ("x",), 1, 0))
+    notify_collective("b", ("x",), 1, 0)
     assert log.counts == {("a", "x"): 1}
 
 
@@ -188,20 +188,20 @@ def test_unobserved_affects_its_own_thread_only() -> None:
 
     def run_unobserved() -> None:
         with unobserved():
-            notify(launch_of("a", ("x",), 1, 0))
+            notify_collective("a", ("x",), 1, 0)
             started.set()
-            resume.wait()
+            assert resume.wait(60)
 
     thread = threading.Thread(target=run_unobserved)
     late: list[Event] = []
     with fs.comm_log() as log:
         with observe(lambda call: late.extend(call.events)):
             thread.start()
-            started.wait()
-            notify(launch_of("b", ("x",), 2, 0))
+            assert started.wait(60)
+            notify_collective("b", ("x",), 2, 0)
         resume.set()
         thread.join()
-        notify(launch_of("c", ("x",), 4, 0))
+        notify_collective("c", ("x",), 4, 0)
     assert log.counts == {("b", "x"): 1, ("c", "x"): 1}
     assert [event.op for event in late] == ["b"], "its block is over"
 
@@ -316,7 +316,7 @@ def test_equal_calls_are_merged_before_there_are_too_many(monkeypatch: pytest.Mo
     with fs.comm_log() as log:
         for _ in range(20):
             observed_calls.launch_of.cache_clear()  # as when it is full
-            notify(launch_of("all_gather", ("tp",), 4, 0))
+            notify_collective("all_gather", ("tp",), 4, 0)
     assert len(log._calls) < 20
     assert log.counts == {("all_gather", "tp"): 20}
 

@@ -1,7 +1,7 @@
-"""What autograd does while a function is traced, which a graph of operations does not hold.
+"""Grad modes and saved tensors in a traced function, which a graph of operations does not have.
 
-Gradients without a graph become gradients of detached operands, blocks of `torch.inference_mode`
-become blocks of `no_grad`.
+Operands of operations without gradients are detached, blocks of `torch.inference_mode` become
+blocks of `no_grad`.
 """
 
 from __future__ import annotations

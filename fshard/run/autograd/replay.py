@@ -41,10 +41,10 @@ def replay(recordings: Sequence[Recording], xs: Sequence[torch.Tensor]) -> Seque
     calls: Calls = None
     # The caller is fshard's, and its frame object costs a microsecond. Comprehensions over `frame`
     # would cost three.
-    if OBSERVERS.get():
+    if observers := OBSERVERS.get():
         frame, calls = sys._getframe(2), []
         for recording in recordings:
-            calls.append(notify(recording.launch, frame))
+            calls.append(notify(recording.launch, observers, frame))
     if torch.is_grad_enabled() and any([x.requires_grad for x in xs]):  # noqa: C419 - one frame
         frame, labels = sys._getframe(2), []
         for recording in recordings:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import CodeType, FrameType
@@ -19,6 +19,7 @@ from fshard.run.transports.base import (
     Event,
     Label,
     ObservedCall,
+    Observer,
 )
 from fshard.run.transports.divergence_report import (
     backward_label,
@@ -34,16 +35,18 @@ them alive.
 """
 
 
+State = tuple[int, str, str]
+"""The instruction of a call in its code, its module and phase."""
+
+
 @dataclass(slots=True, eq=False)
 class LastCall:
     """Observed call of a launch, and what identifies it among the calls of this launch."""
 
     call: ObservedCall
     code: CodeType | None
-    instruction: int
     label: Label | None
-    module: str
-    phase: str
+    state: State
 
 
 @dataclass(slots=True, eq=False)
@@ -79,12 +82,14 @@ def notify_collective(
     op: str, axes: tuple[str, ...], nbytes: int, rank: int, dtype: torch.dtype | None = None
 ) -> None:
     """Call all observers, if there are any, for one collective that is not a wire's."""
-    if OBSERVERS.get():
-        notify(launch_of(op, axes, nbytes, rank, dtype))
+    if observers := OBSERVERS.get():
+        notify(launch_of(op, axes, nbytes, rank, dtype), observers)
 
 
-def notify(launch: ObservedLaunch, frame: FrameType | None = None) -> ObservedCall:
-    """Call all observers for a launch, as one of the user's call, and return that call.
+def notify(
+    launch: ObservedLaunch, observers: Sequence[Observer], frame: FrameType | None = None
+) -> ObservedCall:
+    """Call the observers for a launch, as one of the user's call, and return that call.
 
     The user's frame is searched from `frame` outwards. None is the caller of fshard's outermost
     function, which is where it was in the last call: frames within it are passed over, whose
@@ -109,13 +114,12 @@ def notify(launch: ObservedLaunch, frame: FrameType | None = None) -> ObservedCa
             frame = _find_caller(launch, label)
     code, instruction = (None, 0) if frame is None else (frame.f_code, frame.f_lasti)
     last = launch.last
-    if (
-        last is None or last.code is not code or last.instruction != instruction
-        or last.label is not label or last.module != module or last.phase != phase
-    ):  # fmt: skip
+    state = instruction, module, phase
+    # Codes in two files, and labels of two lines, can be equal.
+    if last is None or last.code is not code or last.label is not label or last.state != state:
         key = launch, id(code), instruction, label and id(label), module, phase
         last = launch.last = _CALLS.get(key) or _last_call(launch, frame, label, module, phase)
-    for observer in tuple(OBSERVERS.get()):
+    for observer in tuple(observers):
         observer(last.call)
     return last.call
 
@@ -140,7 +144,7 @@ def _last_call(
     last = _CALLS.get(key)
     if last is None:
         call = _new_call(launch.events[phase], label or launch.label, module, user)
-        last = _CALLS[key] = LastCall(call, code, instruction, label, module, phase)
+        last = _CALLS[key] = LastCall(call, code, label, (instruction, module, phase))
     return last
 
 
@@ -159,7 +163,7 @@ def notify_transposed(launch: ObservedLaunch, call: ObservedCall | None) -> Obse
     `call` is None if it was not observed.
     """
     if call is None:
-        return notify(launch, sys._getframe(1))
+        return notify(launch, OBSERVERS.get(), sys._getframe(1))
     if call.transposed is None:
         label = transposed_label(call) or launch.label
         call.transposed = ObservedCall(launch.events["backward"], label, call.line, call.module)
