@@ -422,8 +422,9 @@ def constrain(
             major to the new one where both shard a dim. None requests it along all.
 
     Returns:
-        A tensor of the same values; outside of a partitioned function simply a copy. The gradient
-        passes unchanged, in the dual layout.
+        A tensor of the same values; outside of a partitioned function simply a copy. A result of a
+        partitioned function may share memory with an argument if nothing else changes it. The
+        gradient passes unchanged, in the dual layout.
 
     Raises:
         ShardingError: if `partition` is not a `PartitionSpec` or has other axes than `axes`, and
