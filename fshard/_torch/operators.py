@@ -63,17 +63,6 @@ def packet_of(op: Any) -> OpOverloadPacket[..., Any] | None:
     return _packet_named(op.__name__) if module.partition(".")[0] == "torch" else None
 
 
-def changes_shape(op: Any) -> bool:
-    """Return True for methods such as `x.t_()`, which replace the shape or memory of `x`.
-
-    >>> changes_shape(torch.Tensor.t_), changes_shape(torch.Tensor.add_)
-    (True, False)
-    """
-    packet = packet_of(op)
-    overloads = [] if packet is None else packet.overloads()
-    return any(torch.Tag.inplace_view in getattr(packet, name).tags for name in overloads)
-
-
 @cache
 def _packet_named(name: str) -> OpOverloadPacket[..., Any] | None:
     for candidate in (name, name.strip("_"), f"linalg_{name}"):

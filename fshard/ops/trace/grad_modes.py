@@ -66,8 +66,8 @@ def as_traced(func: Any, args: Sequence[Any]) -> Sequence[Any]:
 DETACH = torch.ops.aten.detach.default
 
 
-class AutogradsView(DispatchMode):
-    """Mode for what autograd does, which the graph of a trace does not hold.
+class AutogradRecord(DispatchMode):
+    """Dispatch mode that records in the graph of a trace what autograd does apart from operations.
 
     While `detaches` is True, the operands of operations are detached: the graph has no grad mode,
     and a write to a detached operand is one that gradients pass by. Autograd's detached copies of

@@ -52,7 +52,7 @@ from fshard.ops.trace.constants import (
 from fshard.ops.trace.custom_functions import ForwardLookups, apply_in_transform, has_own_backward
 from fshard.ops.trace.functionalize import drops_nothing, writes
 from fshard.ops.trace.fused_updates import FUSED_STEPS
-from fshard.ops.trace.grad_modes import DETACH, AutogradsView, as_traced, node_of
+from fshard.ops.trace.grad_modes import DETACH, AutogradRecord, as_traced, node_of
 from fshard.ops.trace.source_places import note_gradients, note_place
 from fshard.ops.trace.traced_positions import TracedPositions
 from fshard.ops.trace.unread_values import WITHOUT_READS
@@ -106,7 +106,7 @@ class TraceMode(TorchFunctionMode):
         super().__init__()
         self.where, self.needed, self.requires_grad = where, requires_grad, any(requires_grad)
         self.closures: list[torch.Tensor] = []
-        self.view = AutogradsView()
+        self.autograd = AutogradRecord()
         self.outside = outside
         self.positions = TracedPositions(
             lambda func, *args: self.__torch_function__(func, (), args, {}),  # type: ignore[no-untyped-call]
@@ -274,11 +274,11 @@ class BelowAutograd(TraceMode):
             return replaced()
         is_off = not torch.is_grad_enabled() and effect_of(func).action not in _UNTRACKED
         detaches = self.tracked and (is_off or not tracks_around_transforms())
-        outer, self.view.detaches = self.view.detaches, detaches
+        outer, self.autograd.detaches = self.autograd.detaches, detaches
         try:
             out = self.run(func, args, kwargs)
         finally:
-            self.view.detaches = outer
+            self.autograd.detaches = outer
         note_gradients(out)
         has_graph = func is not torch.autograd.grad or bool(kwargs.get("create_graph"))
         if func == _GRAD and out is not None:  # which backward() has filled

@@ -238,9 +238,9 @@ def _trace(
     ):  # fmt: skip
         fakes = _arguments(metas, devices, () if above else requires_grad)
         try:
-            with guard, mode.positions, mode.view:
+            with guard, mode.positions, mode.autograd:
                 graph: fx.GraphModule = record(*fakes, *symbols)
-            mode.view.undo_detach()
+            mode.autograd.undo_detach()
             mode.positions.gathered.clear()
             filled = [i for i, fake in enumerate(fakes) if fake.is_leaf and fake.grad is not None]
             if filled:
