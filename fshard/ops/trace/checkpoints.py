@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fshard._torch.checkpointing import RECOMPUTE, contexts_in_graph
 from fshard._torch.functorch import is_transformed
+from fshard.ops.trace.grad_modes import within_mode
 
 
 @torch.library.custom_op("fshard::checkpoint_mark", mutates_args=())
@@ -93,7 +94,7 @@ def record_checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Iter
 def record_and_recompute(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
     """Form of checkpoints in a function whose own gradients are traced: a second run is too."""
     with _marks(*args[:5]):
-        yield from RECOMPUTE(fn, *args, **kwargs)
+        yield from RECOMPUTE(within_mode(fn), *args, **kwargs)
 
 
 @contextmanager

@@ -11,7 +11,6 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, NoReturn, cast
@@ -29,6 +28,7 @@ from fshard._util.dtypes import is_inexact
 from fshard._util.errors import ShardingError, fail
 from fshard._util.text import one_line
 from fshard.ops.trace.checkpoints import CHECKPOINT_MARK
+from fshard.ops.trace.grad_modes import RUNNING_BACKWARDS
 from fshard.ops.trace.source_places import note_place
 from fshard.run.transports.divergence_report import raise_line
 
@@ -379,7 +379,7 @@ def _with_backward(
     indices = [i for i, column in columns if any(x is not None for x in column)]
     if not indices:
         return result
-    once = getattr(cls.backward, "__code__", None) is _ONCE
+    once = getattr(type.__getattribute__(cls, "backward"), "__code__", None) is _ONCE
     with DisableTorchFunction(), torch.no_grad():
         flat = [
             torch.zeros_like(args[i]) if (gradient := row[i]) is None else gradient
@@ -442,13 +442,10 @@ def _gradients_by_use(
     return gradients
 
 
-_BACKWARDS: ContextVar[tuple[type, ...]] = ContextVar("fshard_backwards", default=())
-
-
 @contextmanager
 def _running_backward(cls: type, where: str) -> Iterator[None]:
     """Trace the backward of a function in the block; refuse one that leads to itself."""
-    running = _BACKWARDS.get()
+    running = RUNNING_BACKWARDS.get()
     if cls in running:
         fail(
             where,
@@ -457,11 +454,11 @@ def _running_backward(cls: type, where: str) -> Iterator[None]:
             "write the backward in operations of PyTorch; or torch.library.custom_op, "
             "register_autograd and fs.register_rule, whose gradient is not traced",
         )
-    token = _BACKWARDS.set((*running, cls))
+    token = RUNNING_BACKWARDS.set((*running, cls))
     try:
         yield
     finally:
-        _BACKWARDS.reset(token)
+        RUNNING_BACKWARDS.reset(token)
 
 
 _ONCE = once_differentiable(lambda ctx: None).__code__

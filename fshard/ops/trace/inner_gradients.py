@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
-from functools import wraps
 from operator import gt
 from typing import Any, NoReturn
 
@@ -37,11 +35,11 @@ from fshard._torch.functorch import (
     transform_level,
 )
 from fshard._torch.memory import innermost, storage_address
-from fshard._torch.modes import DisableTorchFunction, function_modes, pushed_function_modes
+from fshard._torch.modes import DisableTorchFunction, function_modes
 from fshard._util.dtypes import is_inexact
 from fshard._util.errors import fail, raise_if
 from fshard.layout.tree import tensors_in
-from fshard.ops.core.call import map_instances, name_of
+from fshard.ops.core.call import name_of
 from fshard.ops.core.window_arguments import argument_problems
 from fshard.ops.trace.constants import (
     READS,
@@ -52,7 +50,14 @@ from fshard.ops.trace.constants import (
 from fshard.ops.trace.custom_functions import ForwardLookups, apply_in_transform, has_own_backward
 from fshard.ops.trace.functionalize import drops_nothing, writes
 from fshard.ops.trace.fused_updates import FUSED_STEPS
-from fshard.ops.trace.grad_modes import DETACH, AutogradRecord, as_traced, node_of
+from fshard.ops.trace.grad_modes import (
+    DETACH,
+    FUNCTION_MODE,
+    AutogradRecord,
+    as_traced,
+    node_of,
+    within_mode,
+)
 from fshard.ops.trace.source_places import note_gradients, note_place
 from fshard.ops.trace.traced_positions import TracedPositions
 from fshard.ops.trace.unread_values import WITHOUT_READS
@@ -185,17 +190,20 @@ class AboveAutograd(TraceMode):
     def __init__(self, where: str, requires_grad: Sequence[bool], *, outside: bool) -> None:
         super().__init__(where, requires_grad, outside=outside)
         self.levels = _levels()
+        self.leaves: set[fx.Node | None] = set()
+        """Nodes of tensors on which `requires_grad_` was called."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        if func == GRAD_FN and not self._reaches(args[0]):
+        if func == GRAD_FN and (node_of(args[0]) in self.leaves or not self._reaches(args[0])):
             return None  # as modules read of their new parameters
         self.refuse(func, args, kwargs)
         note_place()
         # The casts of autocast are operations below it, as gradients are.
         is_above = any(map(gt, _levels(), self.levels)) or is_any_autocast_enabled()
         if func == torch.Tensor.requires_grad_ and _requires(*args[1:], **(kwargs or {})):
+            self.leaves.add(node_of(args[0]))
             return args[0]  # a gradient that is taken of it raises
         if func in AUTOGRAD_CALLS or is_above:
             raise TakesGradients
@@ -223,6 +231,8 @@ class AboveAutograd(TraceMode):
         seen, todo = set[fx.Node](), [node]
         while todo:
             node = todo.pop()
+            if node in self.leaves:
+                return True
             if node in seen or node not in nodes:
                 continue
             seen.add(node)
@@ -239,10 +249,10 @@ def _requires(requires_grad: bool = True) -> bool:
 
 
 class BelowAutograd(TraceMode):
-    """Mode of a trace below autograd; detaches what has no graph in eager PyTorch.
+    """Mode of a trace below autograd, whose graph gets no gradients where eager PyTorch has none.
 
-    These are gradients without `create_graph`, and operands under `no_grad`. Nothing is detached
-    unless gradients are `tracked` around the function, since then nothing has a graph.
+    These are gradients without `create_graph`, and operations under `no_grad`. With `tracked`
+    False nothing around the function has a gradient, and this makes no difference.
     """
 
     def __init__(
@@ -252,13 +262,13 @@ class BelowAutograd(TraceMode):
         self.tracked = tracked
 
     def __enter__(self) -> BelowAutograd:
-        self.outer = _BELOW.set(self)
+        self.outer = FUNCTION_MODE.set(self)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        _BELOW.reset(self.outer)
+        FUNCTION_MODE.reset(self.outer)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -272,46 +282,32 @@ class BelowAutograd(TraceMode):
         func, args, kwargs = with_known_sizes(func, args, kwargs or {}, self.read)
         if (replaced := self.positions.replaced(func, args, kwargs)) is not None:
             return replaced()
-        is_off = not torch.is_grad_enabled() and effect_of(func).action not in _UNTRACKED
-        detaches = self.tracked and (is_off or not tracks_around_transforms())
-        outer, self.autograd.detaches = self.autograd.detaches, detaches
-        try:
+        with self.autograd.during(
+            detaches=self.tracked and not self._has_gradients(func, kwargs),
+            unpacks=name_of(func) != "detach",
+        ):
             out = self.run(func, args, kwargs)
-        finally:
-            self.autograd.detaches = outer
-        note_gradients(out)
-        has_graph = func is not torch.autograd.grad or bool(kwargs.get("create_graph"))
-        if func == _GRAD and out is not None:  # which backward() has filled
-            has_graph = out.requires_grad
-        if not self.tracked or has_graph:
-            return out
-        return map_instances(out, torch.Tensor, lambda x: x.detach() if is_inexact(x) else x)
+        if torch.is_grad_enabled():
+            note_gradients(out)
+        return out
+
+    def _has_gradients(self, func: Any, kwargs: Mapping[str, Any]) -> bool:
+        """Return True if eager PyTorch has gradients of the results of a call."""
+        # Functions of torch.nn.init enter no_grad themselves.
+        if (
+            getattr(func, "__module__", None) == torch.nn.init.__name__
+            or not tracks_around_transforms()
+        ):
+            return False
+        if func in (torch.autograd.grad, torch.Tensor.backward):
+            return bool(kwargs.get("create_graph"))
+        return torch.is_grad_enabled() or effect_of(func).action in _UNTRACKED
 
 
-_BELOW: ContextVar[BelowAutograd] = ContextVar("fshard_below_autograd")
-"""The mode of the innermost trace below autograd."""
-
-
-def _within_mode(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a backward that the mode of the trace sees, which a gradient within it has left."""
-    mode = _BELOW.get(None)
-    if mode is None or mode in function_modes():
-        return backward
-
-    @wraps(backward)
-    def run(*args: Any) -> Any:
-        with pushed_function_modes([mode]):
-            return backward(*args)
-
-    return run
-
-
-_UNDEFINED = (torch.autograd.Function.backward, torch.autograd.Function.vjp)
 _UNTRACKED = frozenset(
     (Action.NONE, Action.SAME, Action.GRAD, Action.SET_GRAD, Action.GRADIENTS, Action.BACKWARD)
 )
 """Actions of functions on tensors themselves, and on their gradients."""
-_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 
 
 def _tracked_nodes(graph: fx.Graph) -> set[fx.Node]:
@@ -381,7 +377,8 @@ def refuse_hidden_gradients(
             a trace outside of them; levels within the function are others.
         where: name of the function in errors.
     """
-    patched = [*_PATCHED, *((owner, "__getattribute__") for owner in function_metaclasses())]
+    metaclasses = function_metaclasses()
+    patched = [*_PATCHED, *((owner, "__getattribute__") for owner in metaclasses)]
     original = {owner: vars(owner).get(name) for owner, name in patched}
 
     def is_traced(cls: Any) -> bool:
@@ -421,8 +418,8 @@ def refuse_hidden_gradients(
                  "hooks get the saved locals")  # fmt: skip
         original[saved_tensors_hooks](self)
 
-    for owner in function_metaclasses():
-        owner.__getattribute__ = _traced_lookups(lookups, original[owner])
+    for owner in metaclasses:
+        owner.__getattribute__ = _traced_lookups(lookups, original[owner], depth)
     vars(function)["custom_function_call"] = under_transform
     torch.autograd.backward = backward
     BackwardHook.__init__ = hook  # type: ignore[method-assign, assignment]
@@ -437,21 +434,29 @@ def refuse_hidden_gradients(
                 setattr(owner, name, original[owner])
 
 
-def _traced_lookups(lookups: ForwardLookups, find: Any) -> Callable[[Any, str], Any]:
-    """Return the look-up of attributes of custom functions while a function is traced.
+def _traced_lookups(
+    lookups: ForwardLookups, original: Any, depth: Callable[[], int]
+) -> Callable[[Any, str], Any]:
+    """Return the `__getattribute__` of a metaclass of custom functions during a trace.
 
-    `find` is that of their metaclass, None for that of `type`.
+    Args:
+        lookups: finds forwards.
+        original: the one that is replaced, None for a metaclass without its own.
+        depth: returns 0 in threads that do not trace.
     """
+    find = original or type.__getattribute__
 
     def attribute(cls: Any, name: str) -> Any:  # a function, which is bound to the class
-        value = lookups.attribute(cls, name, (find or type.__getattribute__)(cls, name))
-        if name not in ("backward", "vjp") or value in _UNDEFINED or graph_task_id() == -1:
-            return value
-        return _within_mode(value) if lookups.is_traced(cls) else value
+        value = lookups.attribute(cls, name, find(cls, name))
+        runs = depth() > 0 and graph_task_id() != -1 and name in ("backward", "vjp")
+        # PyTorch compares those that are not defined by identity.
+        return within_mode(value) if runs and not any(value is x for x in _UNDEFINED) else value
 
     return attribute
 
 
+_UNDEFINED = (torch.autograd.Function.backward, torch.autograd.Function.vjp)
+"""Backwards of functions that define none."""
 _PATCHED: tuple[tuple[Any, str], ...] = (
     (function, "custom_function_call"), (torch.autograd, "backward"), (BackwardHook, "__init__"),
     (saved_tensors_hooks, "__enter__"),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import FunctionMeta, once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
@@ -154,7 +154,147 @@ def recomputed(x: Tensor) -> Tensor:
     return g * x
 
 
+class HalfInTransforms(torch.autograd.Function):
+    """Sine whose derivative is a constant, in the form that transforms can use."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.sin()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[0])
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        with torch.no_grad():
+            slope = ctx.saved_tensors[0].cos()
+        return slope * g
+
+
+class Detaches(torch.autograd.Function):
+    """Cube whose backward takes a gradient, with a graph, of a leaf of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        with torch.enable_grad():
+            z = ctx.saved_tensors[0].detach().requires_grad_()
+            return torch.autograd.grad(z**3, z, g, create_graph=True)
+
+
+@torch.library.custom_op("fshard_tests::cubed", mutates_args=())
+def cubed(x: Tensor) -> Tensor:
+    return x**3
+
+
+@cubed.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def cubed_backward(ctx: Any, g: Tensor) -> Tensor:
+    with torch.no_grad():
+        squares = ctx.x * ctx.x
+    return 3 * squares * g
+
+
+cubed.register_autograd(
+    cubed_backward, setup_context=lambda ctx, inputs, output: setattr(ctx, "x", inputs[0])
+)
+
+
+fs.register_rule(torch.ops.fshard_tests.cubed.default)("ij->ij")
+
+
+class LooksUpByParent(FunctionMeta):
+    def __getattribute__(cls, name: str) -> Any:  # noqa: N805 - of a metaclass
+        return super().__getattribute__(name)
+
+
+OwnMetaclass = LooksUpByParent("OwnMetaclass", (HalfConstant,), {})
+
+
+def of_gradient(apply: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return the product of `x` and the gradient of a function, with a graph."""
+
+    def run(x: Tensor) -> Tensor:
+        y = x * 1
+        return torch.autograd.grad(apply(y).sum(), y, create_graph=True)[0] * x
+
+    return run
+
+
+def below(x: Tensor) -> Tensor:
+    """Take a gradient, so that the whole function is traced below autograd."""
+    z = x.detach().requires_grad_()
+    return torch.autograd.grad(z.sin().sum(), z)[0]
+
+
+def half_below(x: Tensor) -> Tensor:
+    return HalfConstant.apply(x) * x + below(x)
+
+
+def half_in_transform(x: Tensor) -> Tensor:
+    return torch.func.grad(lambda y: HalfInTransforms.apply(y).sum())(x) * x
+
+
+def recomputed_constant(x: Tensor) -> Tensor:
+    def body(y: Tensor) -> Tensor:
+        with torch.no_grad():
+            constant = y.sin()
+        return constant * y
+
+    return of_gradient(lambda y: checkpoint(body, y, use_reentrant=False))(x)
+
+
+def written_view(x: Tensor) -> Tensor:
+    y, z = x * 2, x.sin().detach().requires_grad_()
+    with torch.no_grad():
+        y[0].mul_(2.0)
+        y.view(-1)[3:7].zero_()
+        z[1] -= 0.1 * y[0]
+    return y.sin() * x * z + below(x)
+
+
+def initialised(x: Tensor) -> Tensor:
+    y = x * 1
+    torch.nn.init.constant_(y, 2.0)
+    return y * x + below(x)
+
+
+def same_cotangent(x: Tensor) -> Tensor:
+    """Take a gradient that is the cotangent itself, with its graph."""
+    y = x.detach().requires_grad_()
+    return torch.autograd.grad(y + 1, y, x * x)[0] * x
+
+
+def hessian(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        diagonal = torch.func.hessian(lambda y: y.sin().sum())(x[0]).sum(0)
+    return diagonal * x
+
+
+def jacobian_by_autograd(x: Tensor) -> Tensor:
+    """Call a function that reads `requires_grad` of what it computes of a leaf."""
+    return torch.autograd.functional.jacobian(lambda y: y.sin().sum(0), x).sum(0) * x
+
+
+def in_names(fn: Callable[[Tensor], Tensor], name: str) -> Callable[[Tensor], Tensor]:
+    fn.__name__ = name
+    return fn
+
+
 FUNCTIONS = [
+    half_below, half_in_transform, recomputed_constant, written_view, initialised, same_cotangent,
+    hessian, jacobian_by_autograd,
+    in_names(of_gradient(Detaches.apply), "detached_leaf"),
+    in_names(of_gradient(cubed), "custom_op"),
+    in_names(of_gradient(OwnMetaclass.apply), "own_metaclass"),
     batches, gradient, gradient_of_gradient, constant_within, by_rows, vjp_called_later, jacobian,
     once, half, inner, inner_of_gradient, given_cotangent, recomputed,
 ]  # fmt: skip
