@@ -9,7 +9,7 @@ partitioned. Results without a graph of their own (`create_graph=False`) are det
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import gt
 from typing import Any, NoReturn
 
@@ -293,11 +293,8 @@ class BelowAutograd(TraceMode):
 
     def _has_gradients(self, func: Any, kwargs: Mapping[str, Any]) -> bool:
         """Return True if eager PyTorch has gradients of the results of a call."""
-        # Functions of torch.nn.init enter no_grad themselves.
-        if (
-            getattr(func, "__module__", None) == torch.nn.init.__name__
-            or not tracks_around_transforms()
-        ):
+        is_initialisation = getattr(func, "__module__", "") == "torch.nn.init"  # under no_grad
+        if is_initialisation or not tracks_around_transforms():
             return False
         if func in (torch.autograd.grad, torch.Tensor.backward):
             return bool(kwargs.get("create_graph"))
@@ -395,7 +392,8 @@ def refuse_hidden_gradients(
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(mode, AboveAutograd) for mode in function_modes()):
             raise TakesGradients
-        with DisableTorchFunction():  # as within torch.autograd.grad
+        # As within torch.autograd.grad.
+        with DisableTorchFunction(), _recording_backward(*args, **kwargs):
             if depth() and _reaches_outside(tensors):
                 action = "backward() fills .grad of a tensor that the function closes over"
                 refuse_grads(action, where)
@@ -432,6 +430,16 @@ def refuse_hidden_gradients(
                 delattr(owner, name)
             else:
                 setattr(owner, name, original[owner])
+
+
+def _recording_backward(
+    grad_tensors: Any = None, retain_graph: Any = None, create_graph: bool = False, **_: Any
+) -> AbstractContextManager[None]:
+    """Return the context of `torch.autograd.backward` with these options in a trace."""
+    mode = FUNCTION_MODE.get(None)
+    if not isinstance(mode, BelowAutograd):
+        return nullcontext()
+    return mode.autograd.during(detaches=mode.tracked and not create_graph)
 
 
 def _traced_lookups(

@@ -273,6 +273,15 @@ def same_cotangent(x: Tensor) -> Tensor:
     return torch.autograd.grad(y + 1, y, x * x)[0] * x
 
 
+def accumulated(x: Tensor) -> Tensor:
+    """Add two gradients of a leaf, which depend on `x`."""
+    z = x.sin().detach().requires_grad_()
+    for power in (2, 3):
+        torch.autograd.backward([(z**power * x).sum()], inputs=[z])
+    assert z.grad is not None
+    return z.grad * x
+
+
 def hessian(x: Tensor) -> Tensor:
     with torch.no_grad():
         diagonal = torch.func.hessian(lambda y: y.sin().sum())(x[0]).sum(0)
@@ -291,7 +300,7 @@ def in_names(fn: Callable[[Tensor], Tensor], name: str) -> Callable[[Tensor], Te
 
 FUNCTIONS = [
     half_below, half_in_transform, recomputed_constant, written_view, initialised, same_cotangent,
-    hessian, jacobian_by_autograd,
+    accumulated, hessian, jacobian_by_autograd,
     in_names(of_gradient(Detaches.apply), "detached_leaf"),
     in_names(of_gradient(cubed), "custom_op"),
     in_names(of_gradient(OwnMetaclass.apply), "own_metaclass"),
