@@ -105,23 +105,14 @@ def _modes_below(kind: int, pointer: Any) -> Modes:
     return grad_mode, pointer.prevFwdGradMode()
 
 
-def tracks_around_transforms() -> bool:
-    """Return True if gradients were tracked where each `grad` that runs began.
-
-    A grad mode that is off where one begins is off at all levels outside of it.
-    """
-    layers = torch._C._functorch.get_interpreter_stack() or ()
-    return all(CGradInterpreterPtr(x).prevGradMode() for x in layers if x.key().value == _GRAD)
-
-
 without_transforms = temporarily_clear_interpreter_stack
 """Context in which no transform of `torch.func` runs: `grad` wraps even tensors made anew."""
 
 
 def function_metaclasses() -> list[Any]:
-    """Return the classes of custom functions, in which each `apply` looks up attributes.
+    """Return the metaclasses of custom functions that define how attributes are looked up.
 
-    They are that of PyTorch, and those of users that look up attributes themselves.
+    Every `apply` looks up the forward in its class, by PyTorch's metaclass or by one of the user.
     """
     classes: list[Any] = [FunctionMeta]
     for cls in classes:

@@ -31,7 +31,7 @@ from fshard._torch.functorch import (
     forward_ad_level,
     function_metaclasses,
     is_batched,
-    tracks_around_transforms,
+    levels_without_gradients,
     transform_level,
 )
 from fshard._torch.memory import innermost, storage_address
@@ -294,7 +294,7 @@ class BelowAutograd(TraceMode):
     def _has_gradients(self, func: Any, kwargs: Mapping[str, Any]) -> bool:
         """Return True if eager PyTorch has gradients of the results of a call."""
         is_initialisation = getattr(func, "__module__", "") == "torch.nn.init"  # under no_grad
-        if is_initialisation or not tracks_around_transforms():
+        if is_initialisation or levels_without_gradients():
             return False
         if func in (torch.autograd.grad, torch.Tensor.backward):
             return bool(kwargs.get("create_graph"))

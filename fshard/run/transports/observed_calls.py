@@ -36,7 +36,7 @@ them alive.
 
 
 State = tuple[int, str, str]
-"""The instruction of a call in its code, its module and phase."""
+"""Instruction of a call in its code, path of the module that runs, phase of the collective."""
 
 
 @dataclass(slots=True, eq=False)

@@ -20,13 +20,15 @@ from fshard import Mesh, P
 MESH = Mesh(dp=2, tp=2)
 
 
-class Once(torch.autograd.Function):
-    """Square whose derivative is a constant."""
-
+class Square(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         return x * x
+
+
+class Once(Square):
+    """Square whose derivative is a constant."""
 
     @staticmethod
     @once_differentiable
@@ -34,13 +36,8 @@ class Once(torch.autograd.Function):
         return 2 * g * ctx.saved_tensors[0]
 
 
-class HalfConstant(torch.autograd.Function):
+class HalfConstant(Square):
     """Square whose derivative is half a constant."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * x
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
